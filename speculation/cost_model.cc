@@ -1,0 +1,98 @@
+#include "speculation/cost_model.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "absl/strings/str_cat.h"
+
+namespace coppice::speculation {
+
+absl::StatusOr<CostTable> CostTable::Create(absl::Span<const CostSample> samples) {
+  if (samples.empty()) {
+    return absl::InvalidArgumentError("a cost table needs at least one sample");
+  }
+  std::vector<CostSample> sorted(samples.begin(), samples.end());
+  for (const CostSample& sample : sorted) {
+    if (sample.rows < 1 || !std::isfinite(sample.microseconds) || sample.microseconds <= 0) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("a cost sample has at least 1 row and a positive time, not ", sample.rows,
+                       " rows in ", sample.microseconds, " us"));
+    }
+  }
+  std::stable_sort(sorted.begin(), sorted.end(),
+                   [](const CostSample& a, const CostSample& b) { return a.rows < b.rows; });
+  std::vector<CostSample> kept;
+  for (const CostSample& sample : sorted) {
+    if (!kept.empty() && kept.back().rows == sample.rows) kept.pop_back();
+    kept.push_back(sample);
+  }
+  for (size_t i = 1; i < kept.size(); ++i) {
+    kept[i].microseconds = std::max(kept[i].microseconds, kept[i - 1].microseconds);
+  }
+  return CostTable(std::move(kept));
+}
+
+double CostTable::Microseconds(int rows) const {
+  const CostSample& first = samples_.front();
+  if (rows <= first.rows || samples_.size() == 1) return first.microseconds;
+  auto above =
+      std::lower_bound(samples_.begin(), samples_.end(), rows,
+                       [](const CostSample& sample, int wanted) { return sample.rows < wanted; });
+  if (above == samples_.end()) --above;
+  const CostSample& high = *above;
+  const CostSample& low = *(above - 1);
+  return low.microseconds + (high.microseconds - low.microseconds) * (rows - low.rows) /
+                                static_cast<double>(high.rows - low.rows);
+}
+
+std::vector<int> CostTable::right_edges() const {
+  std::vector<int> edges;
+  edges.reserve(samples_.size());
+  for (const CostSample& sample : samples_) edges.push_back(sample.rows);
+  return edges;
+}
+
+const char* WidthName(Width width) {
+  switch (width) {
+    case Width::kOff:
+      return "off";
+    case Width::kChain:
+      return "chain";
+    case Width::kTree9:
+      return "tree of 9";
+    case Width::kTree17:
+      return "tree of 17";
+    case Width::kTree33:
+      return "tree of 33";
+  }
+  return "unknown";
+}
+
+double Rate(const WidthOption& option, const RoundCost& cost) {
+  const double time = cost.verify->Microseconds(cost.other_rows + option.rows) + cost.overhead_us +
+                      (option.drafted ? cost.draft_us : 0.0);
+  return (option.tokens + cost.other_tokens) / time;
+}
+
+int ChooseWidth(absl::Span<const WidthOption> options, const RoundCost& cost) {
+  int best = 0;
+  double best_rate = Rate(options[0], cost);
+  for (int i = 1; i < static_cast<int>(options.size()); ++i) {
+    const double rate = Rate(options[i], cost);
+    if (rate > best_rate || (rate == best_rate && options[i].rows < options[best].rows)) {
+      best = i;
+      best_rate = rate;
+    }
+  }
+  return best;
+}
+
+WidthForecast::WidthForecast() : tokens_{1.0, 3.0, 3.2, 3.5, 3.8} {}
+
+void WidthForecast::Observe(const std::array<double, kWidths>& tokens) {
+  const double weight = observed_ ? 0.125 : 1.0;
+  for (int i = 0; i < kWidths; ++i) tokens_[i] += weight * (tokens[i] - tokens_[i]);
+  observed_ = true;
+}
+
+}  // namespace coppice::speculation
