@@ -7,9 +7,11 @@
 #define COPPICE_MODEL_CONFIG_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
 namespace coppice {
@@ -24,10 +26,15 @@ struct RopeConfig {
   double beta_slow = 1;
   double mscale = 1;
   double mscale_all_dim = 0;
+  std::optional<double> attention_factor;
 
   // The dim/2 angular frequencies: position p turns pair i by p * InvFreq(dim)[i] radians.
   // `dim` is even.  Pairing (interleaved or half-split) is the model's affair, not the table's.
   std::vector<float> InvFreq(int dim) const;
+
+  // What cos and sin are multiplied by: `attention_factor` where the file has one, else
+  // YarnMscale(factor, mscale) / YarnMscale(factor, mscale_all_dim).
+  double amplitude() const;
 };
 
 // YaRN's temperature 0.1 * mscale * ln(factor) + 1; 1 where factor <= 1.
@@ -86,8 +93,7 @@ struct ModelConfig {
 
   // qk_head_dim^-1/2 times YarnMscale(factor, mscale_all_dim)^2, at every position.
   double softmax_scale() const;
-  // What cos and sin are multiplied by: YarnMscale(mscale) / YarnMscale(mscale_all_dim).
-  double rope_amplitude() const;
+  double rope_amplitude() const { return rope.amplitude(); }
   // qk_rope_head_dim / 2 frequencies, for interleaved pairs (x[2i], x[2i+1]).
   std::vector<float> InvFreq() const;
 };
@@ -112,8 +118,8 @@ struct DraftConfig {
   int max_position_embeddings = 0;
   double rms_norm_eps = 0;
   RopeConfig rope;
-  // What cos and sin are multiplied by: `attention_factor` where the file has it, else
-  // YarnMscale(mscale) / YarnMscale(mscale_all_dim) where it has those, else YarnMscale(factor, 1).
+  // rope.amplitude(), repeated here because published drafters disagree on it: whoever overrides it
+  // does so here.
   double attention_factor = 1;
   std::vector<std::string> layer_types;  // num_hidden_layers times "full_attention"
 
