@@ -148,6 +148,7 @@ int Main(int argc, char** argv) {
   if (const auto code = flags.Parse(argc, argv)) return *code;
 
   Record record("equality");
+  record.AddVersion("grpc", grpc::Version());
   record.Note("grid", {{"prompts", prompts},
                        {"tokens", tokens},
                        {"speculation", {"off", "chain", "tree 9", "tree 17", "tree 33"}},

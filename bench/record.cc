@@ -8,8 +8,6 @@
 #include <fstream>
 #include <thread>
 
-#include "google/protobuf/stubs/common.h"
-#include "grpcpp/grpcpp.h"
 #include "services/common/build_info.h"
 
 namespace coppice::bench {
@@ -40,14 +38,15 @@ Record::Record(const std::string& bench) {
   record_["git"] = BuildGitRevision();
   record_["host"] = {{"cpu", CpuName()}, {"cores", std::thread::hardware_concurrency()}};
   record_["versions"] = {
-      {"coppice", BuildVersion()},
-      {"compiler", __VERSION__},
-      {"grpc", grpc::Version()},
-      {"protobuf", google::protobuf::internal::VersionString(GOOGLE_PROTOBUF_VERSION)}};
-  record_["rows"] = nlohmann::ordered_json::array();
+    {"coppice", BuildVersion()}, {"compiler", __VERSION__}, {"grpc", grpc::Version()},
+    record_["rows"] = nlohmann::ordered_json::array();
 }
 
 void Record::Add(nlohmann::ordered_json row) { record_["rows"].push_back(std::move(row)); }
+
+void Record::AddVersion(const std::string& of, const std::string& version) {
+  record_["versions"][of] = version;
+}
 
 void Record::Note(const std::string& key, nlohmann::ordered_json value) {
   record_[key] = std::move(value);

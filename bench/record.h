@@ -17,6 +17,8 @@ class Record {
 
   // One row: parameters under the field's names, figures with their units in the name.
   void Add(nlohmann::ordered_json row);
+  void AddVersion(const std::string& of, const std::string& version);
+  // Any other top-level entry.
   void Note(const std::string& key, nlohmann::ordered_json value);
 
   // Writes DIR/<bench>/<date>-<device>.json and prints where; with an empty DIR prints the record

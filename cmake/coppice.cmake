@@ -50,13 +50,14 @@ function(coppice_test NAME)
                        ENVIRONMENT "COPPICE_BIN=${CMAKE_BINARY_DIR}/bin;${A_ENV}")
 endfunction()
 
-# coppice_benchmark(NAME SRCS x_benchmark.cc … [DEPS target …]): a Google Benchmark program in build/<preset>/bench.
+# coppice_benchmark(NAME SRCS x_benchmark.cc … [DEPS target …]): a Google Benchmark program in build/<preset>/bench, which
+# writes a record when called with --out=DIR.
 function(coppice_benchmark NAME)
   if(NOT COPPICE_BENCHMARKS)
     return()
   endif()
   cmake_parse_arguments(A "" "" "SRCS;DEPS" ${ARGN})
   add_executable(${NAME} ${A_SRCS})
-  target_link_libraries(${NAME} PRIVATE coppice_options ${A_DEPS} benchmark::benchmark_main)
+  target_link_libraries(${NAME} PRIVATE coppice_options ${A_DEPS} coppice_benchmark_main)
   set_target_properties(${NAME} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/bench)
 endfunction()

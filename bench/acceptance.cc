@@ -2,7 +2,7 @@
 // category, and tokens per second, for off, chain, trees of 9, 17 and 33 nodes, and auto.  One
 // request at a time.
 //
-//   speculation [--prompts 99] [--tokens 64] [--temperature 0] [--tp 1] [--out DIR]
+//   acceptance [--prompts 99] [--tokens 64] [--temperature 0] [--tp 1] [--out DIR]
 #include <chrono>
 #include <cstdio>
 #include <map>
@@ -48,7 +48,7 @@ int Main(int argc, char** argv) {
   float temperature = 0;
   int tp = 1;
   std::string out;
-  FlagParser flags("speculation",
+  FlagParser flags("acceptance",
                    "Measures acceptance length and tokens per second by speculation mode.");
   flags.Add("prompts", &prompts, "demo prompts to run")->check(CLI::Range(1, 1000));
   flags.Add("tokens", &tokens, "tokens per generation, past the end of sequence")
@@ -98,7 +98,8 @@ int Main(int argc, char** argv) {
     }
   }
 
-  Record record("speculation");
+  Record record("acceptance");
+  record.AddVersion("grpc", grpc::Version());
   const double off = sums[{0, "all"}].tok_s();
   std::printf("%-10s %6s %6s %10s %8s %8s\n", "mode", "nodes", "", "accepted", "tok/s", "x off");
   for (const auto& [key, sum] : sums) {

@@ -1,0 +1,63 @@
+// What a round costs beyond its two forwards: one sequence over loopback, trees of 17 nodes, as the
+// router measures it (time between the starts of two rounds minus the drafter's and the verifier's
+// own forward times).
+//
+//   round_overhead [--generations 20] [--nodes 17] [--out DIR]
+#include <cstdio>
+#include <string>
+
+#include "bench/record.h"
+#include "services/common/flags.h"
+#include "tests/integration/cluster.h"
+
+namespace coppice {
+namespace {
+
+int Main(int argc, char** argv) {
+  int generations = 20;
+  uint32_t nodes = 17;
+  std::string out;
+  FlagParser flags("round_overhead", "Measures a round's cost beyond its two forwards.");
+  flags.Add("generations", &generations, "generations of 256 tokens")->check(CLI::Range(1, 10000));
+  flags.Add("nodes", &nodes, "nodes of each tree")->check(CLI::Range(2, 64));
+  flags.Add("out", &out, "folder for the record; empty: print it");
+  if (const auto code = flags.Parse(argc, argv)) return *code;
+
+  coppice::testing::Cluster cluster({});
+  if (!cluster.Start()) return 1;
+  const auto prompts = coppice::testing::SpreadPrompts(generations);
+  uint64_t rounds = 0;
+  double decode_ms = 0;
+  for (const auto& prompt : prompts) {
+    v1::GenerateRequest request;
+    request.set_text(prompt.prompt);
+    request.set_max_tokens(256);
+    request.set_ignore_eos(true);
+    request.set_speculation(v1::SPECULATION_TREE);
+    request.set_tree_nodes(nodes);
+    const auto got = cluster.Generate(request);
+    if (!got.status.ok()) {
+      std::fprintf(stderr, "%s\n", got.status.error_message().c_str());
+      return 1;
+    }
+    rounds += got.final.speculation().rounds();
+    decode_ms += got.final.timing().total_ms() - got.final.timing().ttft_ms();
+  }
+  const double overhead_us = cluster.State().speculation().round_overhead_us_p50();
+  const double round_us = decode_ms * 1e3 / static_cast<double>(rounds);
+  bench::Record record("round_overhead");
+  record.AddVersion("grpc", grpc::Version());
+  record.Add({{"nodes", nodes},
+              {"batch", 1},
+              {"rounds", rounds},
+              {"round_us_mean", round_us},
+              {"round_overhead_us_p50", overhead_us}});
+  std::printf("%llu rounds of %.0f us; beyond the two forwards, median %.0f us\n",
+              static_cast<unsigned long long>(rounds), round_us, overhead_us);
+  return record.Write(out, "cpu") ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace coppice
+
+int main(int argc, char** argv) { return coppice::Main(argc, argv); }
