@@ -25,7 +25,8 @@ class FlagParser {
   template <typename T>
   CLI::Option* Add(const std::string& name, T* value, const std::string& help,
                    CLI::App* command = nullptr) {
-    return Finish(name, (command ? command : &app_)->add_option("--" + name, *value, help, true));
+    CLI::App* to = command ? command : &app_;
+    return Finish(name, to->add_option("--" + name, *value, help)->capture_default_str());
   }
   // A switch: present or not; true/false in the environment and the file.
   CLI::Option* AddSwitch(const std::string& name, bool* value, const std::string& help,
