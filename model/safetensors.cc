@@ -131,21 +131,33 @@ absl::StatusOr<TensorView> ParseEntry(const std::string& name, const json& entry
   return view;
 }
 
-// Index of the first of n values whose exponent bits, `mask`, are all set.  Looks at whole blocks
-// first, without branches, so that the compiler turns the inner loop into vector instructions.
+// Index of the first of n values whose exponent bits, `mask`, are all set.  The mask ends below the
+// sign bit, so adding its lowest bit to a value's exponent carries into the sign bit exactly where
+// all are set; no carry leaves the value, which lets one 64-bit addition test several.
 template <typename Word>
 std::optional<size_t> FirstWithExponent(const std::byte* data, size_t n, Word mask) {
-  constexpr size_t kBlock = 2048;
-  Word block[kBlock];
-  for (size_t start = 0; start < n; start += kBlock) {
-    const size_t count = std::min(kBlock, n - start);
-    std::memcpy(block, data + start * sizeof(Word), count * sizeof(Word));
-    unsigned found = 0;
-    for (size_t i = 0; i < count; ++i) found |= (block[i] & mask) == mask;
-    if (found == 0) continue;
-    for (size_t i = 0; i < count; ++i) {
-      if ((block[i] & mask) == mask) return start + i;
+  constexpr size_t kPerWord = sizeof(uint64_t) / sizeof(Word);
+  constexpr size_t kBlock = 64 * kPerWord;
+  const uint64_t ones = ~uint64_t{0} / static_cast<Word>(~Word{0});  // 1 in every lane
+  const uint64_t masks = ones * mask;
+  const uint64_t lowest = ones * static_cast<Word>(mask & (~mask + 1));
+  const uint64_t signs = masks + lowest;
+
+  size_t i = 0;
+  for (; i + kBlock <= n; i += kBlock) {
+    uint64_t found = 0;
+    for (size_t k = 0; k < kBlock; k += kPerWord) {
+      uint64_t word;
+      std::memcpy(&word, data + (i + k) * sizeof(Word), sizeof(word));
+      found |= (word & masks) + lowest;
     }
+    // `masks` has no sign bits, so what remains of a lane's carry is its sign bit.
+    if ((found & signs) != 0) break;
+  }
+  for (; i < n; ++i) {
+    Word value;
+    std::memcpy(&value, data + i * sizeof(Word), sizeof(value));
+    if ((value & mask) == mask) return i;
   }
   return std::nullopt;
 }
