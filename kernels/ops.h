@@ -1,16 +1,19 @@
-// The one interface between models and hardware: what a tensor-parallel rank of a DeepSeek-V3 target or a
-// DFlash drafter computes.  `cpu/` is the reference; every other backend is checked against it.
+// The one interface between models and hardware: what a tensor-parallel rank of a DeepSeek-V3
+// target or a DFlash drafter computes.  `cpu/` is the reference; every other backend is checked
+// against it.
 //
-// One Ops object is one rank: it owns its memory, its queue of work, and its seat in the rank group.  Calls
-// enqueue in order and are complete, as far as the host can see, after Synchronize() (the CPU backend computes
-// at once).  Calls marked COLLECTIVE must be made by every rank of the group in the same order.
+// One Ops object is one rank: it owns its memory, its queue of work, and its seat in the rank
+// group.  Calls enqueue in order and are complete, as far as the host can see, after Synchronize()
+// (the CPU backend computes at once).  Calls marked COLLECTIVE must be made by every rank of the
+// group in the same order.
 //
 // Order of summation (what makes results independent of batch, tree shape and rank count):
 //   * A row's result depends on that row's inputs only, never on which other rows share the call.
 //   * Linear sums k = 0, 1, 2 … in order with fused multiply-adds.
-//   * RowLinear cuts K into kSegments equal segments, sums each as Linear does, and adds the segments in order;
-//     rank r of R holds segments [r * 8 / R, (r + 1) * 8 / R).
-//   * Moe adds each chosen expert's 8 segments first, then the experts in slot order, then the shared expert.
+//   * RowLinear cuts K into kSegments equal segments, sums each as Linear does, and adds the
+//     segments in order; rank r of R holds segments [r * 8 / R, (r + 1) * 8 / R).
+//   * Moe adds each chosen expert's 8 segments first, then the experts in slot order, then the
+//     shared expert.
 //   * Attention visits a row's visible tokens in position order, wherever they are stored.
 // A backend's fast mode may relax this; the CPU backend never does.
 #ifndef COPPICE_KERNELS_OPS_H_
@@ -58,25 +61,27 @@ class Buffer {
   virtual size_t bytes() const = 0;
 };
 
-// A weight as a checkpoint holds it, or a rectangle of it: `rows` (outputs) × `cols` (inputs), row-major.
+// A weight as a checkpoint holds it, or a rectangle of it: `rows` (outputs) × `cols` (inputs),
+// row-major.
 struct HostMatrix {
   enum class Encoding {
     kBf16,
     kF32,
-    // compressed-tensors pack-quantized: int32 words of 8 nibbles, lowest nibble first, value = nibble - 8,
-    // one bf16 scale per 32 inputs; a weight is value * scale rounded to bf16.
+    // compressed-tensors pack-quantized: int32 words of 8 nibbles, lowest nibble first, value =
+    // nibble - 8, one bf16 scale per 32 inputs; a weight is value * scale rounded to bf16.
     kInt4Group32,
   };
   Encoding encoding = Encoding::kBf16;
-  const void* data = nullptr;       // element (0, 0) of the rectangle; need not be aligned
-  int64_t row_bytes = 0;            // distance between rows of `data`
-  const void* scales = nullptr;     // kInt4Group32: scale of (0, 0); need not be aligned
-  int64_t scale_row_bytes = 0;      // kInt4Group32: distance between rows of `scales`
+  const void* data = nullptr;    // element (0, 0) of the rectangle; need not be aligned
+  int64_t row_bytes = 0;         // distance between rows of `data`
+  const void* scales = nullptr;  // kInt4Group32: scale of (0, 0); need not be aligned
+  int64_t scale_row_bytes = 0;   // kInt4Group32: distance between rows of `scales`
   int64_t rows = 0;
   int64_t cols = 0;
-  int64_t first_col = 0;            // kInt4Group32: column of the rectangle within its group and word (0..31);
-                                    // `data` and `scales` then point at the group's first word and scale
-  bool transposed = false;          // multiply by the transpose: outputs are `cols`, inputs are `rows`
+  int64_t first_col =
+      0;  // kInt4Group32: column of the rectangle within its group and word (0..31);
+          // `data` and `scales` then point at the group's first word and scale
+  bool transposed = false;  // multiply by the transpose: outputs are `cols`, inputs are `rows`
 };
 
 // A weight in the backend's own layout, ready to multiply.
@@ -94,7 +99,8 @@ class Matrix {
   int64_t inputs_;
 };
 
-// cos and sin of every position and pair, [positions, pairs] each, already scaled by the attention factor.
+// cos and sin of every position and pair, [positions, pairs] each, already scaled by the attention
+// factor.
 struct RopeTable {
   Tensor cos;  // f32
   Tensor sin;  // f32
@@ -108,22 +114,23 @@ struct LatentCache {
 };
 
 // The rows of one step, grouped by request.  All arrays are device memory.
-// Row j of request r (rows row_begin[r] <= row < row_begin[r + 1], j = row - row_begin[r]) sees the request's
-// first context_len[r] cached tokens, then: if causal[r], its request's rows 0 … j; else the rows whose bit is
-// set in ancestors[row] (bit j itself included), which are its path from the root in ascending order of depth
-// and of row.  Its own latent lies at logical token slot context_len[r] + j of the request's page table.
+// Row j of request r (rows row_begin[r] <= row < row_begin[r + 1], j = row - row_begin[r]) sees the
+// request's first context_len[r] cached tokens, then: if causal[r], its request's rows 0 … j; else
+// the rows whose bit is set in ancestors[row] (bit j itself included), which are its path from the
+// root in ascending order of depth and of row.  Its own latent lies at logical token slot
+// context_len[r] + j of the request's page table.
 struct RowBatch {
   int rows = 0;
   int requests = 0;
-  int max_pages = 0;       // row length of page_table
-  Tensor token;            // i32 [rows]
-  Tensor position;         // i32 [rows]: context_len + depth
-  Tensor request;          // i32 [rows]
-  Tensor row_begin;        // i32 [requests + 1]
-  Tensor context_len;      // i32 [requests]
-  Tensor causal;           // i32 [requests]: 1 for a prefill chunk
-  Tensor ancestors;        // u64 [rows]; ignored where causal
-  Tensor page_table;       // i32 [requests, max_pages]
+  int max_pages = 0;   // row length of page_table
+  Tensor token;        // i32 [rows]
+  Tensor position;     // i32 [rows]: context_len + depth
+  Tensor request;      // i32 [rows]
+  Tensor row_begin;    // i32 [requests + 1]
+  Tensor context_len;  // i32 [requests]
+  Tensor causal;       // i32 [requests]: 1 for a prefill chunk
+  Tensor ancestors;    // u64 [rows]; ignored where causal
+  Tensor page_table;   // i32 [requests, max_pages]
 };
 
 struct MlaShape {
@@ -144,12 +151,14 @@ struct RouterShape {
   float routed_scaling_factor = 1;
 };
 
-// The experts of one layer as this rank holds them.  Tensor parallel: every expert, its intermediate dimension
-// sliced to this rank's segments.  Expert parallel: some experts whole (null where another rank has it).
+// The experts of one layer as this rank holds them.  Tensor parallel: every expert, its
+// intermediate dimension sliced to this rank's segments.  Expert parallel: some experts whole (null
+// where another rank has it).
 struct ExpertWeights {
   struct Expert {
-    std::unique_ptr<Matrix> gate_up;                      // [2 * slice, hidden]: gate rows, then up rows
-    std::vector<std::unique_ptr<Matrix>> down_segments;   // this rank's segments, each [hidden, segment]
+    std::unique_ptr<Matrix> gate_up;  // [2 * slice, hidden]: gate rows, then up rows
+    std::vector<std::unique_ptr<Matrix>>
+        down_segments;  // this rank's segments, each [hidden, segment]
   };
   std::vector<Expert> experts;
   Expert shared;  // always sliced over the ranks, as RowLinear's weights are
@@ -158,8 +167,9 @@ struct ExpertWeights {
 // A row-parallel weight: this rank's segments, in order, each [outputs, K / kSegments].
 using SegmentedMatrix = std::vector<std::unique_ptr<Matrix>>;
 
-// K/V of the drafter's context: per sequence slot and layer a ring of `window` positions; position p of a
-// sequence is ring entry p % window.  Keys are cached rotated, so the window slides without renumbering.
+// K/V of the drafter's context: per sequence slot and layer a ring of `window` positions; position
+// p of a sequence is ring entry p % window.  Keys are cached rotated, so the window slides without
+// renumbering.
 struct DraftCache {
   Tensor keys;    // f32 [slots * layers * window, kv_heads * head_dim]
   Tensor values;  // f32, the same shape
@@ -179,9 +189,9 @@ struct GqaShape {
 struct DraftBatch {
   int blocks = 0;
   int block_size = 0;
-  Tensor token;       // i32 [blocks * block_size]: the anchor, then mask tokens
-  Tensor position;    // i32 [blocks * block_size]
-  Tensor slot;        // i32 [blocks]: sequence slot in the DraftCache
+  Tensor token;          // i32 [blocks * block_size]: the anchor, then mask tokens
+  Tensor position;       // i32 [blocks * block_size]
+  Tensor slot;           // i32 [blocks]: sequence slot in the DraftCache
   Tensor context_begin;  // i32 [blocks]: first visible context position
   Tensor context_end;    // i32 [blocks]: one past the last (= the anchor's position)
 };
@@ -204,7 +214,8 @@ class Ops {
   virtual absl::StatusOr<std::unique_ptr<Matrix>> Prepare(const HostMatrix& weight) = 0;
 
   // --- rows ---
-  // out[i] = table[ids[i]]; `table` is host memory, bf16 [vocab, cols] (embeddings stay where the file is mapped).
+  // out[i] = table[ids[i]]; `table` is host memory, bf16 [vocab, cols] (embeddings stay where the
+  // file is mapped).
   virtual void Embed(Tensor ids, const uint16_t* table, Tensor out) = 0;
   // out = x * rsqrt(mean(x²) + eps) * weight; statistics in fp32.  x and out may be the same.
   virtual void RmsNorm(Tensor x, Tensor weight, float eps, Tensor out) = 0;
@@ -219,52 +230,59 @@ class Ops {
   virtual void Linear(Tensor x, const Matrix& w, Tensor y) = 0;  // y = x · wᵀ
   // y[:, h] = x[:, h] · w[h]ᵀ for every head h; x is [n, heads * inputs], y [n, heads * outputs].
   virtual void HeadLinear(Tensor x, absl::Span<const std::unique_ptr<Matrix>> w, Tensor y) = 0;
-  // COLLECTIVE.  residual += Σ over the 8 segments in order; x holds this rank's segments side by side.
+  // COLLECTIVE.  residual += Σ over the 8 segments in order; x holds this rank's segments side by
+  // side.
   virtual void RowLinear(Tensor x, const SegmentedMatrix& w, Tensor residual) = 0;
   // COLLECTIVE.  out[:, r * cols …] = rank r's x.
   virtual void AllGatherColumns(Tensor x, Tensor out) = 0;
 
   // --- multi-head latent attention ---
-  // Writes each row's latent (RMSNorm of the first kv_lora_rank columns) and rotated key (the rest, interleaved
-  // pairs) into the cache slot of the row.  kv_a: [rows, kv_lora_rank + qk_rope_head_dim].
+  // Writes each row's latent (RMSNorm of the first kv_lora_rank columns) and rotated key (the rest,
+  // interleaved pairs) into the cache slot of the row.  kv_a: [rows, kv_lora_rank +
+  // qk_rope_head_dim].
   virtual void MlaWriteCache(Tensor kv_a, Tensor norm_weight, float eps, const RopeTable& rope,
                              const RowBatch& batch, const MlaShape& shape, LatentCache cache) = 0;
-  // q: [rows, heads * (nope + rope)] → q_latent: [rows, heads * (kv_lora_rank + rope)]: the absorbed query
-  // q_nope · W_UK per head, then the rotated q_pe.  w_uk[h] maps nope → kv_lora_rank.
-  virtual void MlaAbsorbQuery(Tensor q, absl::Span<const std::unique_ptr<Matrix>> w_uk, const RopeTable& rope,
-                              const RowBatch& batch, const MlaShape& shape, Tensor q_latent) = 0;
+  // q: [rows, heads * (nope + rope)] → q_latent: [rows, heads * (kv_lora_rank + rope)]: the
+  // absorbed query q_nope · W_UK per head, then the rotated q_pe.  w_uk[h] maps nope →
+  // kv_lora_rank.
+  virtual void MlaAbsorbQuery(Tensor q, absl::Span<const std::unique_ptr<Matrix>> w_uk,
+                              const RopeTable& rope, const RowBatch& batch, const MlaShape& shape,
+                              Tensor q_latent) = 0;
   // o_latent: [rows, heads * kv_lora_rank].
-  virtual void MlaAttention(Tensor q_latent, const RowBatch& batch, const MlaShape& shape, LatentCache cache,
-                            Tensor o_latent) = 0;
+  virtual void MlaAttention(Tensor q_latent, const RowBatch& batch, const MlaShape& shape,
+                            LatentCache cache, Tensor o_latent) = 0;
 
   // --- mixture of experts ---
-  // logits = x · gateᵀ in fp32; choice = sigmoid(logits) + bias; the top_k best choices over the best groups, ties
-  // to the lower index, in descending order of choice; weights from the unbiased sigmoid.  A row with a
-  // non-finite logit selects nothing: ids -1, weights 0.   ids: i32 [rows, top_k]; weights: f32 [rows, top_k].
-  virtual void Route(Tensor x, const Matrix& gate, Tensor bias, const RouterShape& shape, Tensor ids,
-                     Tensor weights) = 0;
+  // logits = x · gateᵀ in fp32; choice = sigmoid(logits) + bias; the top_k best choices over the
+  // best groups, ties to the lower index, in descending order of choice; weights from the unbiased
+  // sigmoid.  A row with a non-finite logit selects nothing: ids -1, weights 0.   ids: i32 [rows,
+  // top_k]; weights: f32 [rows, top_k].
+  virtual void Route(Tensor x, const Matrix& gate, Tensor bias, const RouterShape& shape,
+                     Tensor ids, Tensor weights) = 0;
   // COLLECTIVE.  residual += Σ_slot weight · expert(x) + shared(x).
-  virtual void Moe(Tensor x, Tensor ids, Tensor weights, const ExpertWeights& experts, Tensor residual) = 0;
+  virtual void Moe(Tensor x, Tensor ids, Tensor weights, const ExpertWeights& experts,
+                   Tensor residual) = 0;
 
   // --- cache maintenance ---
-  // cache[dst[i]] = cache[src[i]] for all i, reading everything before writing anything.  src, dst: i32 [n],
-  // rows of `cache`.
+  // cache[dst[i]] = cache[src[i]] for all i, reading everything before writing anything.  src, dst:
+  // i32 [n], rows of `cache`.
   virtual void MoveRows(Tensor cache, Tensor src, Tensor dst) = 0;
   virtual void ScatterRows(Tensor x, Tensor dst, Tensor out) = 0;  // out[dst[i]] = x[i]; any dtype
 
   // --- drafter ---
-  // kv: [rows, layers * 2 * kv_heads * head_dim], per layer K then V.  K is normed per head by k_norm[layer] and
-  // rotated (half-split) at position[i]; both are written at slot[i]'s ring.
-  virtual void DraftWriteContext(Tensor kv, absl::Span<const Tensor> k_norm, const RopeTable& rope, Tensor slot,
-                                 Tensor position, const GqaShape& shape, DraftCache cache) = 0;
-  // qkv: [rows, (heads + 2 * kv_heads) * head_dim].  Norms and rotates q and k, attends over the slot's context
-  // positions [context_begin, context_end) in order, then the block's own rows (all of them, or 0 … k if
-  // `causal`); scale head_dim^-0.5.  out: [rows, heads * head_dim].
+  // kv: [rows, layers * 2 * kv_heads * head_dim], per layer K then V.  K is normed per head by
+  // k_norm[layer] and rotated (half-split) at position[i]; both are written at slot[i]'s ring.
+  virtual void DraftWriteContext(Tensor kv, absl::Span<const Tensor> k_norm, const RopeTable& rope,
+                                 Tensor slot, Tensor position, const GqaShape& shape,
+                                 DraftCache cache) = 0;
+  // qkv: [rows, (heads + 2 * kv_heads) * head_dim].  Norms and rotates q and k, attends over the
+  // slot's context positions [context_begin, context_end) in order, then the block's own rows (all
+  // of them, or 0 … k if `causal`); scale head_dim^-0.5.  out: [rows, heads * head_dim].
   virtual void DraftAttention(Tensor qkv, Tensor q_norm, Tensor k_norm, const RopeTable& rope,
-                              const DraftBatch& batch, int layer, bool causal, const GqaShape& shape,
-                              DraftCache cache, Tensor out) = 0;
-  // Per row of logits the k largest in descending order (ties to the lower id) and their log-softmax.
-  // ids: i32 [rows, k]; log_probs: f32 [rows, k].
+                              const DraftBatch& batch, int layer, bool causal,
+                              const GqaShape& shape, DraftCache cache, Tensor out) = 0;
+  // Per row of logits the k largest in descending order (ties to the lower id) and their
+  // log-softmax. ids: i32 [rows, k]; log_probs: f32 [rows, k].
   virtual void TopKLogProbs(Tensor logits, int k, Tensor ids, Tensor log_probs) = 0;
 };
 

@@ -1,0 +1,134 @@
+// The reference Ops: one rank of a group of threads, computing at once in the caller's thread.
+#ifndef COPPICE_KERNELS_CPU_CPU_OPS_H_
+#define COPPICE_KERNELS_CPU_CPU_OPS_H_
+
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#include "kernels/cpu/collective.h"
+#include "kernels/cpu/kernel_table.h"
+#include "kernels/cpu/packed_matrix.h"
+#include "kernels/ops.h"
+
+namespace coppice::kernels::cpu {
+
+// Aligned memory that grows and is never given back, so that steady steps do not allocate.
+template <typename T>
+class Scratch {
+ public:
+  // At least n elements; what was there before is lost if it grows.
+  T* Get(size_t n) {
+    if (n > size_) {
+      memory_.reset(std::aligned_alloc(64, (n * sizeof(T) + 63) / 64 * 64));
+      size_ = n;
+    }
+    return static_cast<T*>(memory_.get());
+  }
+
+ private:
+  struct Free {
+    void operator()(void* p) const { std::free(p); }
+  };
+  std::unique_ptr<void, Free> memory_;
+  size_t size_ = 0;
+};
+
+class CpuOps : public Ops {
+ public:
+  CpuOps(const KernelTable* kernels, HostCollective* collective, int rank)
+      : kernels_(*kernels), collective_(*collective), rank_(rank) {}
+
+  int rank() const override { return rank_; }
+  int ranks() const override { return collective_.ranks(); }
+  DType activation_dtype() const override { return DType::kF32; }
+
+  absl::StatusOr<std::unique_ptr<Buffer>> Allocate(size_t bytes) override;
+  void Upload(const void* host, void* device, size_t bytes) override;
+  void Download(const void* device, void* host, size_t bytes) override;
+  void Synchronize() override {}
+  absl::StatusOr<std::unique_ptr<Matrix>> Prepare(const HostMatrix& weight) override;
+
+  void Embed(Tensor ids, const uint16_t* table, Tensor out) override;
+  void RmsNorm(Tensor x, Tensor weight, float eps, Tensor out) override;
+  void Copy(Tensor x, Tensor out) override;
+  void GatherRows(Tensor x, Tensor indices, Tensor out) override;
+  void ToBf16(Tensor x, Tensor out) override;
+  void FromBf16(Tensor x, Tensor out) override;
+  void SwiGlu(Tensor gate_up, Tensor out) override;
+
+  void Linear(Tensor x, const Matrix& w, Tensor y) override;
+  void HeadLinear(Tensor x, absl::Span<const std::unique_ptr<Matrix>> w, Tensor y) override;
+  void RowLinear(Tensor x, const SegmentedMatrix& w, Tensor residual) override;
+  void AllGatherColumns(Tensor x, Tensor out) override;
+
+  void MlaWriteCache(Tensor kv_a, Tensor norm_weight, float eps, const RopeTable& rope,
+                     const RowBatch& batch, const MlaShape& shape, LatentCache cache) override;
+  void MlaAbsorbQuery(Tensor q, absl::Span<const std::unique_ptr<Matrix>> w_uk,
+                      const RopeTable& rope, const RowBatch& batch, const MlaShape& shape,
+                      Tensor q_latent) override;
+  void MlaAttention(Tensor q_latent, const RowBatch& batch, const MlaShape& shape,
+                    LatentCache cache, Tensor o_latent) override;
+
+  void Route(Tensor x, const Matrix& gate, Tensor bias, const RouterShape& shape, Tensor ids,
+             Tensor weights) override;
+  void Moe(Tensor x, Tensor ids, Tensor weights, const ExpertWeights& experts,
+           Tensor residual) override;
+
+  void MoveRows(Tensor cache, Tensor src, Tensor dst) override;
+  void ScatterRows(Tensor x, Tensor dst, Tensor out) override;
+
+  void DraftWriteContext(Tensor kv, absl::Span<const Tensor> k_norm, const RopeTable& rope,
+                         Tensor slot, Tensor position, const GqaShape& shape,
+                         DraftCache cache) override;
+  void DraftAttention(Tensor qkv, Tensor q_norm, Tensor k_norm, const RopeTable& rope,
+                      const DraftBatch& batch, int layer, bool causal, const GqaShape& shape,
+                      DraftCache cache, Tensor out) override;
+  void TopKLogProbs(Tensor logits, int k, Tensor ids, Tensor log_probs) override;
+
+ private:
+  // y = Σ over `segments` matrices side by side of x · wᵀ; rows of x taken through row_index where
+  // it is given.
+  void Product(const float* x, int64_t x_stride, const int32_t* row_index, int64_t rows,
+               absl::Span<const std::unique_ptr<Matrix>> segments, float* y, int64_t y_stride);
+  void Product(const float* x, int64_t x_stride, const int32_t* row_index, int64_t rows,
+               const Matrix& w, float* y, int64_t y_stride);
+  const HostCollective::All& Exchange(HostCollective::Published mine) {
+    return collective_.Exchange(rank_, calls_++, mine);
+  }
+  // Memory that may be published with the next Exchange.
+  Scratch<float>& shared_scratch() { return shared_[calls_ % 2]; }
+
+  struct MoeChunk;
+  // This rank's part of one chunk's expert and shared products, into memory that every rank then
+  // reads.
+  void ComputeExperts(const MoeChunk& chunk, const ExpertWeights& experts);
+
+  // Lists of queries and of visible tokens, kept so that attention does not allocate.
+  struct AttentionLists {
+    std::vector<const float*> q;
+    std::vector<float*> out;
+    std::vector<float> max, sum;
+    std::vector<const float*> k, v;
+  };
+
+  const KernelTable& kernels_;
+  HostCollective& collective_;
+  const int rank_;
+  uint64_t calls_ = 0;
+
+  Scratch<float> stage_;
+  Scratch<float> segment_;
+  Scratch<float> shared_[2];
+  Scratch<float> gate_up_;
+  Scratch<float> activation_;
+  Scratch<float> rows_;
+  Scratch<char> bytes_;
+  Scratch<int32_t> indices_;
+  AttentionLists lists_;
+};
+
+}  // namespace coppice::kernels::cpu
+
+#endif  // COPPICE_KERNELS_CPU_CPU_OPS_H_
