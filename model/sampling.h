@@ -27,7 +27,9 @@ struct SamplingParams {
 // (0, 1].
 absl::Status Validate(const SamplingParams& params);
 
-// The token at `position` (absolute: prompt tokens count) given its logits [vocab].
+// The token at `position` (absolute: prompt tokens count) given its logits [vocab], at least one.
+// A NaN counts as minus infinity, which is never drawn; where nothing else is there, the token is
+// 0. O(vocab); at T > 0 a bound rules out nearly all ids without computing their logarithms.
 int32_t SampleToken(absl::Span<const float> logits, const SamplingParams& params, int64_t position);
 
 struct TokenLogProb {

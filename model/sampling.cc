@@ -1,0 +1,203 @@
+#include "model/sampling.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <limits>
+
+#include "absl/strings/str_cat.h"
+
+namespace coppice {
+namespace {
+
+constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
+
+// The finaliser of SplitMix64 (Steele, Lea and Flood 2014, constants by Stafford): every bit of the
+// result depends on every bit of x.
+uint64_t Mix(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
+  return x ^ (x >> 31);
+}
+
+constexpr uint64_t kGolden = 0x9E3779B97F4A7C15ull;
+
+// Start of the random stream of (seed, position); token t's number is the stream's t-th.
+uint64_t Stream(uint64_t seed, int64_t position) {
+  return Mix(Mix(seed + kGolden) + (static_cast<uint64_t>(position) + 1) * kGolden);
+}
+
+uint64_t Hash(uint64_t stream, int32_t token) {
+  return Mix(stream + (static_cast<uint64_t>(token) + 1) * kGolden);
+}
+
+// 52 bits, so that neither 0 nor 1 is reached: u = (bits + 1/2) / 2^52 and 1 - u are both doubles.
+constexpr int kBits = 52;
+
+double Gumbel(uint64_t hash) {
+  const double u = (static_cast<double>(hash >> (64 - kBits)) + 0.5) * 0x1p-52;
+  return -std::log(-std::log(u));
+}
+
+// At least Gumbel(hash), without logarithms: -log(-log u) <= -log(1 - u), and 1 - u > 2^-(n + 1)
+// where its first n binary digits are 0, which are the hash's first n ones.
+double GumbelBound(uint64_t hash) {
+  constexpr double kLog2 = 0.6931471805599454;  // rounded up
+  const int ones = std::min(std::countl_one(hash), kBits);
+  return kLog2 * (ones + 1);
+}
+
+// Above every Gumbel(hash).
+constexpr double kMaxGumbel = 0.6931471805599454 * (kBits + 1);
+
+// NaN counts as minus infinity: it is never drawn while any other logit is there.
+float Logit(absl::Span<const float> logits, int64_t token) {
+  const float logit = logits[token];
+  return std::isnan(logit) ? kNegativeInfinity : logit;
+}
+
+int32_t ArgMax(absl::Span<const float> logits) {
+  int32_t best = 0;
+  float best_logit = kNegativeInfinity;
+  for (size_t i = 0; i < logits.size(); ++i) {
+    if (logits[i] > best_logit) {
+      best_logit = logits[i];
+      best = static_cast<int32_t>(i);
+    }
+  }
+  return best;
+}
+
+// Ids of the k largest logits above minus infinity, best first, ties to the lower id.
+std::vector<int32_t> TopK(absl::Span<const float> logits, int64_t k) {
+  const auto better = [&](int32_t a, int32_t b) {
+    return logits[a] != logits[b] ? logits[a] > logits[b] : a < b;
+  };
+  // A heap with the worst survivor on top.  Ids come in ascending order, so an equal one loses.
+  std::vector<int32_t> heap;
+  heap.reserve(std::min<int64_t>(k, static_cast<int64_t>(logits.size())));
+  for (size_t i = 0; i < logits.size(); ++i) {
+    const float logit = Logit(logits, i);
+    if (logit == kNegativeInfinity) continue;
+    if (static_cast<int64_t>(heap.size()) < k) {
+      heap.push_back(static_cast<int32_t>(i));
+      std::push_heap(heap.begin(), heap.end(), better);
+    } else if (logit > logits[heap.front()]) {
+      std::pop_heap(heap.begin(), heap.end(), better);
+      heap.back() = static_cast<int32_t>(i);
+      std::push_heap(heap.begin(), heap.end(), better);
+    }
+  }
+  std::sort_heap(heap.begin(), heap.end(), better);
+  return heap;
+}
+
+// The ids that top_k and then top_p leave, in no order of interest; `max` is the largest logit.
+std::vector<int32_t> Survivors(absl::Span<const float> logits, const SamplingParams& params,
+                               float max) {
+  const double temperature = params.temperature;
+  const auto mass = [&](float logit) {
+    return std::exp((static_cast<double>(logit) - max) / temperature);
+  };
+  std::vector<int32_t> ids;
+  double total = 0;
+  if (params.top_k > 0) {
+    ids = TopK(logits, params.top_k);
+    if (params.top_p >= 1) return ids;
+    for (const int32_t id : ids) total += mass(logits[id]);
+  } else {
+    for (size_t i = 0; i < logits.size(); ++i) {
+      const float logit = Logit(logits, i);
+      if (logit != kNegativeInfinity) total += mass(logit);
+    }
+  }
+  // Few ids hold most of the mass, as a rule: look at the best 64, then four times as many.
+  const double wanted = static_cast<double>(params.top_p) * total;
+  for (int64_t count = 64;; count *= 4) {
+    if (params.top_k == 0) ids = TopK(logits, count);
+    double reached = 0;
+    for (size_t i = 0; i < ids.size(); ++i) {
+      reached += mass(logits[ids[i]]);
+      if (reached >= wanted) {
+        ids.resize(i + 1);
+        return ids;
+      }
+    }
+    // All are in, and only rounding kept their sum below `wanted`.
+    if (params.top_k > 0 || static_cast<int64_t>(ids.size()) < count) return ids;
+  }
+}
+
+}  // namespace
+
+absl::Status Validate(const SamplingParams& params) {
+  if (!std::isfinite(params.temperature) || params.temperature < 0) {
+    return absl::InvalidArgumentError(absl::StrCat("temperature is ", params.temperature,
+                                                   "; it must be a finite number, 0 or more"));
+  }
+  if (params.top_k < 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("top_k is ", params.top_k, "; it must be 0 (off) or more"));
+  }
+  if (!(params.top_p > 0 && params.top_p <= 1)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("top_p is ", params.top_p, "; it must be above 0 and at most 1 (off)"));
+  }
+  return absl::OkStatus();
+}
+
+int32_t SampleToken(absl::Span<const float> logits, const SamplingParams& params,
+                    int64_t position) {
+  const int32_t likeliest = ArgMax(logits);
+  const float max = Logit(logits, likeliest);
+  // An infinite logit leaves nothing to draw.
+  if (params.temperature == 0 || std::isinf(max)) return likeliest;
+
+  const uint64_t stream = Stream(params.seed, position);
+  const double temperature = params.temperature;
+  // The likeliest goes first: most others are then ruled out by a bound, without logarithms.
+  int32_t best = likeliest;
+  double best_score = max / temperature + Gumbel(Hash(stream, likeliest));
+  const auto offer = [&](int32_t token) {
+    // More than what rounding can add to a score.
+    constexpr double kSlack = 1e-9;
+    const float logit = Logit(logits, token);
+    const double score = static_cast<double>(logit) / temperature;
+    const double floor = best_score - kSlack * (1 + std::abs(best_score));
+    if (token == likeliest || !(score + kMaxGumbel >= floor)) return;
+    const uint64_t hash = Hash(stream, token);
+    if (!(score + GumbelBound(hash) >= floor)) return;
+    const double perturbed = score + Gumbel(hash);
+    if (perturbed > best_score || (perturbed == best_score && token < best)) {
+      best_score = perturbed;
+      best = token;
+    }
+  };
+  if (params.top_k > 0 || params.top_p < 1) {
+    for (const int32_t token : Survivors(logits, params, max)) offer(token);
+  } else {
+    for (size_t i = 0; i < logits.size(); ++i) offer(static_cast<int32_t>(i));
+  }
+  return best;
+}
+
+std::vector<TokenLogProb> LogProbs(absl::Span<const float> logits, int32_t token, int k) {
+  const float max = Logit(logits, ArgMax(logits));
+  double total = 0;
+  for (size_t i = 0; i < logits.size(); ++i) {
+    const float logit = Logit(logits, i);
+    if (logit != kNegativeInfinity) total += std::exp(static_cast<double>(logit) - max);
+  }
+  const double log_total = std::log(total);
+  const auto log_prob = [&](int32_t id) {
+    const float logit = Logit(logits, id);
+    if (logit == kNegativeInfinity) return kNegativeInfinity;
+    return static_cast<float>(static_cast<double>(logit) - max - log_total);
+  };
+  std::vector<TokenLogProb> result;
+  result.push_back({token, log_prob(token)});
+  for (const int32_t id : TopK(logits, std::max(k, 0))) result.push_back({id, log_prob(id)});
+  return result;
+}
+
+}  // namespace coppice
