@@ -19,8 +19,8 @@ HostCollective::HostCollective(int ranks)
     : ranks_(ranks),
       spins_(static_cast<int>(std::thread::hardware_concurrency()) >= ranks ? 2000 : 0) {}
 
-const HostCollective::All& HostCollective::Exchange(int rank, uint64_t call, Published mine) {
-  All& slots = slots_[call % 2];
+const HostCollective::All& HostCollective::Exchange(int rank, Published mine) {
+  All& slots = slots_[seats_[rank].calls++ % 2];
   slots[rank] = mine;
   Meet();
   return slots;

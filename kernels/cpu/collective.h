@@ -6,13 +6,15 @@
 #include <atomic>
 #include <cstdint>
 
+#include "kernels/cpu/scratch.h"
 #include "kernels/ops.h"
 
 namespace coppice::kernels::cpu {
 
 // Every rank calls Exchange the same number of times.  Call number e returns what all ranks gave to
-// their call e; the data that those point to may be read until the reader's call e + 1, so a writer
-// may reuse its memory once its own call e + 1 has returned: two buffers used in turn suffice.
+// their call e; what those point to may be read until the reader's call e + 1.  So a writer may
+// reuse its memory once its own call e + 1 has returned, and two pieces used in turn suffice.  The
+// group owns them: a rank that has finished may be destroyed while others still read.
 class HostCollective {
  public:
   struct Published {
@@ -24,15 +26,22 @@ class HostCollective {
   explicit HostCollective(int ranks);
 
   int ranks() const { return ranks_; }
-  // `call` is the rank's count of calls so far.
-  const All& Exchange(int rank, uint64_t call, Published mine);
+  // Where the rank puts what it will publish with its next Exchange.
+  Scratch<float>& Memory(int rank) { return seats_[rank].memory[seats_[rank].calls % 2]; }
+  const All& Exchange(int rank, Published mine);
 
  private:
+  struct alignas(64) Seat {
+    uint64_t calls = 0;
+    std::array<Scratch<float>, 2> memory;
+  };
+
   void Meet();
 
   const int ranks_;
   const int spins_;  // polls before sleeping: only where every rank can have a core
   std::array<All, 2> slots_;
+  std::array<Seat, kSegments> seats_;
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<uint32_t> generation_{0};
 };

@@ -3,37 +3,16 @@
 #define COPPICE_KERNELS_CPU_CPU_OPS_H_
 
 #include <cstdint>
-#include <cstdlib>
 #include <memory>
 #include <vector>
 
 #include "kernels/cpu/collective.h"
 #include "kernels/cpu/kernel_table.h"
 #include "kernels/cpu/packed_matrix.h"
+#include "kernels/cpu/scratch.h"
 #include "kernels/ops.h"
 
 namespace coppice::kernels::cpu {
-
-// Aligned memory that grows and is never given back, so that steady steps do not allocate.
-template <typename T>
-class Scratch {
- public:
-  // At least n elements; what was there before is lost if it grows.
-  T* Get(size_t n) {
-    if (n > size_) {
-      memory_.reset(std::aligned_alloc(64, (n * sizeof(T) + 63) / 64 * 64));
-      size_ = n;
-    }
-    return static_cast<T*>(memory_.get());
-  }
-
- private:
-  struct Free {
-    void operator()(void* p) const { std::free(p); }
-  };
-  std::unique_ptr<void, Free> memory_;
-  size_t size_ = 0;
-};
 
 class CpuOps : public Ops {
  public:
@@ -95,10 +74,10 @@ class CpuOps : public Ops {
   void Product(const float* x, int64_t x_stride, const int32_t* row_index, int64_t rows,
                const Matrix& w, float* y, int64_t y_stride);
   const HostCollective::All& Exchange(HostCollective::Published mine) {
-    return collective_.Exchange(rank_, calls_++, mine);
+    return collective_.Exchange(rank_, mine);
   }
   // Memory that may be published with the next Exchange.
-  Scratch<float>& shared_scratch() { return shared_[calls_ % 2]; }
+  Scratch<float>& shared_scratch() { return collective_.Memory(rank_); }
 
   struct MoeChunk;
   // This rank's part of one chunk's expert and shared products, into memory that every rank then
@@ -116,11 +95,9 @@ class CpuOps : public Ops {
   const KernelTable& kernels_;
   HostCollective& collective_;
   const int rank_;
-  uint64_t calls_ = 0;
 
   Scratch<float> stage_;
   Scratch<float> segment_;
-  Scratch<float> shared_[2];
   Scratch<float> gate_up_;
   Scratch<float> activation_;
   Scratch<float> rows_;

@@ -163,18 +163,27 @@ void CpuOps::Moe(Tensor x, Tensor ids, Tensor weights, const ExpertWeights& expe
     chunk.expert_begin = expert_begin;
     chunk.pair_row = pair_row;
     const int64_t expert_floats = per_rank * chunk.pairs * hidden;
-    chunk.out = shared_scratch().Get(expert_floats + per_rank * chunk.rows * hidden);
+    const int64_t all_floats = expert_floats + per_rank * chunk.rows * hidden;
+    chunk.out = shared_scratch().Get(all_floats + num_experts);
     chunk.shared_out = chunk.out + expert_floats;
     ComputeExperts(chunk, experts);
 
+    // Beside its sums a rank says which experts it has whole; it keeps no pointer to the caller's.
+    float* whole_here = chunk.out + all_floats;
+    for (int e = 0; e < num_experts; ++e) {
+      const ExpertWeights::Expert& expert = experts.experts[e];
+      whole_here[e] = expert.gate_up != nullptr && expert.down_segments.size() == kSegments;
+    }
     HostCollective::All all;
     if (ranks() == 1) {
-      all[0] = {chunk.out, &experts};
+      all[0] = {chunk.out, whole_here};
     } else {
-      all = Exchange({chunk.out, &experts});
+      all = Exchange({chunk.out, whole_here});
     }
     auto base = [&](int rank) { return static_cast<const float*>(all[rank].data); };
-    auto held = [&](int rank) { return static_cast<const ExpertWeights*>(all[rank].more); };
+    auto has_whole = [&](int rank, int e) {
+      return static_cast<const float*>(all[rank].more)[e] != 0;
+    };
     // The segments of one sum: already added up by the one rank that has the whole, or spread over
     // the ranks.
     struct Segments {
@@ -201,10 +210,7 @@ void CpuOps::Moe(Tensor x, Tensor ids, Tensor weights, const ExpertWeights& expe
         Segments& s = segments[combine.num_terms];
         const int64_t offset = pair_of[r * top_k + slot] * hidden;
         int whole = 0;
-        while (whole < ranks() && (held(whole)->experts[e].gate_up == nullptr ||
-                                   held(whole)->experts[e].down_segments.size() != kSegments)) {
-          ++whole;
-        }
+        while (whole < ranks() && !has_whole(whole, e)) ++whole;
         if (whole < ranks()) {
           s.count = 1;
           s.of[0] = base(whole) + offset;
