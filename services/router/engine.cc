@@ -1,0 +1,57 @@
+#include "services/router/engine.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace coppice::router {
+
+Engine::Engine(const SchedulerOptions& options, const Tokenizer* tokenizer, const Clock* clock,
+               VerifierLink* verifier, DrafterLink* drafter, std::function<uint64_t()> random)
+    : clock_(clock),
+      scheduler_(options, tokenizer, clock, verifier, drafter, std::move(random)),
+      heartbeat_(clock),
+      not_ready_reason_(scheduler_.NotReadyReason()) {}
+
+Engine::~Engine() { Stop(); }
+
+void Engine::Start() {
+  thread_ = std::thread([this] { Run(); });
+}
+
+void Engine::Stop() {
+  queue_.Close();
+  if (thread_.joinable()) thread_.join();
+}
+
+bool Engine::Post(Event event) { return queue_.Push(std::move(event)); }
+
+std::string Engine::NotReadyReason() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return not_ready_reason_;
+}
+
+void Engine::Publish() {
+  pool_tokens_.store(scheduler_.pool_tokens(), std::memory_order_relaxed);
+  fingerprint_.store(scheduler_.model_fingerprint(), std::memory_order_relaxed);
+  std::string reason = scheduler_.NotReadyReason();
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (reason != not_ready_reason_) not_ready_reason_ = std::move(reason);
+}
+
+void Engine::Run() {
+  std::vector<Event> events;
+  while (true) {
+    heartbeat_.Beat();
+    events.clear();
+    const size_t count = queue_.PopAllUntil(
+        std::min(scheduler_.NextWake(), clock_->Now() + Heartbeat::kMaxIdle), &events);
+    for (Event& event : events) scheduler_.Handle(std::move(event));
+    const bool stop = count == 0 && queue_.closed();
+    if (stop) scheduler_.Handle(Abandon{"the router is shutting down; resume elsewhere"});
+    scheduler_.Advance();
+    Publish();
+    if (stop) return;
+  }
+}
+
+}  // namespace coppice::router
