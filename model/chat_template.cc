@@ -1,5 +1,6 @@
 #include "model/chat_template.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -11,6 +12,8 @@ namespace coppice {
 namespace {
 
 using nlohmann::ordered_json;
+
+constexpr int kMaxToolsDepth = 64;
 
 absl::Status BadMessage(size_t index, const std::string& what) {
   return absl::InvalidArgumentError(absl::StrCat("message ", index, ": ", what));
@@ -87,10 +90,22 @@ absl::StatusOr<std::vector<TextPiece>> RenderChat(absl::Span<const ChatMessage> 
   }
   Pieces pieces;
   if (!options.tools_json.empty()) {
+    // Serialising recurses, so the depth is bounded before it.
+    bool deep = false;
+    const auto shallow = [&deep](int depth, ordered_json::parse_event_t, ordered_json&) {
+      deep = deep || depth > kMaxToolsDepth;
+      return !deep;
+    };
     const ordered_json tools =
-        ordered_json::parse(options.tools_json, nullptr, /*allow_exceptions=*/false);
-    if (!tools.is_array()) {
-      return absl::InvalidArgumentError("tools is not a JSON array of tool declarations");
+        ordered_json::parse(options.tools_json, shallow, /*allow_exceptions=*/false);
+    if (deep) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("tools nests deeper than ", kMaxToolsDepth, " levels"));
+    }
+    if (!tools.is_array() || !std::all_of(tools.begin(), tools.end(), [](const ordered_json& tool) {
+          return tool.is_object();
+        })) {
+      return absl::InvalidArgumentError("tools is not a JSON array of tool declarations (objects)");
     }
     if (!tools.empty()) {
       pieces.Special("<|im_system|>");

@@ -37,7 +37,8 @@ absl::string_view View(std::string_view text) { return {text.data(), text.size()
 // Kimi's pattern.  Its classes "letters of such case, or marks, but not Han" are intersections,
 // which PCRE2 lacks; general categories partition all characters, so they are written as "none of
 // the other categories, nor Han".  \s and \S are spelled out as Unicode's White_Space, because
-// PCRE2's \s has U+180E as well.
+// PCRE2's \s has U+180E as well.  Characters newer than PCRE2's Unicode (14 in version 10.42) count
+// as unassigned.
 constexpr char kSpace[] =
     R"(\x09-\x0d\x20\x{85}\x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000})";
 constexpr char kUpperNotHan[] = R"([^\p{Ll}\p{N}\p{P}\p{S}\p{Z}\p{C}\p{sc:Han}])";
