@@ -126,9 +126,10 @@ void CpuOps::Moe(Tensor x, Tensor ids, Tensor weights, const ExpertWeights& expe
   const int num_experts = static_cast<int>(experts.experts.size());
   const int64_t top_k = ids.cols, hidden = residual.cols;
   const int per_rank = kSegments / ranks();
+  const int sums_per_rank = ranks() == 1 ? 1 : per_rank;  // alone, a rank adds its segments at once
   // Every rank cuts the rows alike.
-  const int64_t chunk_rows =
-      std::max<int64_t>(16, kChunkFloats / (per_rank * (top_k + 1) * std::max<int64_t>(hidden, 1)));
+  const int64_t chunk_rows = std::max<int64_t>(
+      16, kChunkFloats / (sums_per_rank * (top_k + 1) * std::max<int64_t>(hidden, 1)));
   for (int64_t begin = 0; begin < x.rows; begin += chunk_rows) {
     MoeChunk chunk;
     chunk.rows = std::min(chunk_rows, x.rows - begin);
@@ -162,8 +163,8 @@ void CpuOps::Moe(Tensor x, Tensor ids, Tensor weights, const ExpertWeights& expe
     chunk.pairs = expert_begin[num_experts];
     chunk.expert_begin = expert_begin;
     chunk.pair_row = pair_row;
-    const int64_t expert_floats = per_rank * chunk.pairs * hidden;
-    const int64_t all_floats = expert_floats + per_rank * chunk.rows * hidden;
+    const int64_t expert_floats = sums_per_rank * chunk.pairs * hidden;
+    const int64_t all_floats = expert_floats + sums_per_rank * chunk.rows * hidden;
     chunk.out = shared_scratch().Get(all_floats + num_experts);
     chunk.shared_out = chunk.out + expert_floats;
     ComputeExperts(chunk, experts);
