@@ -321,14 +321,20 @@ std::vector<float> RopeConfig::InvFreq(int dim) const {
     high = std::min(std::ceil(pair_of(beta_slow)), dim - 1.0);
     if (low == high) high += 0.001;
   }
+  // In fp32 and in the reference implementations' order of operations: at position 200,000 one
+  // rounding of a frequency is an angle of 0.01.
   for (int i = 0; i < pairs; ++i) {
-    const double extrapolated = std::pow(theta, -2.0 * i / dim);
-    double frequency = extrapolated;
+    const float exponent = static_cast<float>(2 * i) / static_cast<float>(dim);
+    const float wavelength = static_cast<float>(std::pow(theta, static_cast<double>(exponent)));
+    const float extrapolated = 1.0f / wavelength;
+    frequencies[i] = extrapolated;
     if (factor > 1) {
-      const double ramp = std::clamp((i - low) / (high - low), 0.0, 1.0);
-      frequency = extrapolated / factor * ramp + extrapolated * (1 - ramp);
+      const float interpolated = 1.0f / (static_cast<float>(factor) * wavelength);
+      const float ramp =
+          (static_cast<float>(i) - static_cast<float>(low)) / static_cast<float>(high - low);
+      const float keep = 1.0f - std::clamp(ramp, 0.0f, 1.0f);
+      frequencies[i] = interpolated * (1.0f - keep) + extrapolated * keep;
     }
-    frequencies[i] = static_cast<float>(frequency);
   }
   return frequencies;
 }

@@ -8,10 +8,11 @@ using kernels::Tensor;
 
 absl::StatusOr<std::unique_ptr<DeepSeekV3>> DeepSeekV3::Create(
     const ModelConfig& config, const DeepSeekV3Options& options, TargetWeights weights,
-    std::optional<FeatureWeights> features, const uint16_t* embedding, kernels::Ops& ops) {
+    std::optional<FeatureWeights> features, const HostRope& rope, const uint16_t* embedding,
+    kernels::Ops& ops) {
   std::unique_ptr<DeepSeekV3> model(
       new DeepSeekV3(config, options, std::move(weights), std::move(features), embedding, ops));
-  const absl::Status status = model->Allocate();
+  const absl::Status status = model->Allocate(rope);
   if (!status.ok()) return status;
   return model;
 }
@@ -38,11 +39,10 @@ DeepSeekV3::DeepSeekV3(const ModelConfig& config, const DeepSeekV3Options& optio
               .norm_topk_prob = config.norm_topk_prob,
               .routed_scaling_factor = static_cast<float>(config.routed_scaling_factor)} {}
 
-absl::Status DeepSeekV3::Allocate() {
-  absl::StatusOr<DeviceRope> rope =
-      MakeRope(ops_, config_.InvFreq(), options_.positions, config_.rope_amplitude());
-  if (!rope.ok()) return rope.status();
-  rope_ = *std::move(rope);
+absl::Status DeepSeekV3::Allocate(const HostRope& rope) {
+  absl::StatusOr<DeviceRope> device_rope = UploadRope(ops_, rope);
+  if (!device_rope.ok()) return device_rope.status();
+  rope_ = *std::move(device_rope);
 
   const kernels::DType act = ops_.activation_dtype();
   const int64_t rows = options_.max_rows;

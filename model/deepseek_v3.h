@@ -23,7 +23,6 @@ struct DeepSeekV3Options {
   int max_rows = 0;  // of one Forward
   int page_size = 0;
   int64_t pages = 0;
-  int64_t positions = 0;  // positions are below this
   std::vector<int> taps;  // layers whose outputs are kept for FeatureWeights::fc, in its order
 };
 
@@ -31,8 +30,8 @@ struct DeepSeekV3Options {
 // the rank's own.
 class DeepSeekV3 {
  public:
-  // `embedding` is host memory, bf16 [vocab, hidden], and outlives the object, as do `ops`.
-  // `features` goes with options.taps.
+  // `rope` (of all positions that will come) is copied.  `embedding` is host memory, bf16 [vocab,
+  // hidden], and outlives the object, as do `ops`. `features` goes with options.taps.
   static absl::StatusOr<std::unique_ptr<DeepSeekV3>> Create(
       const ModelConfig& config, const DeepSeekV3Options& options, TargetWeights weights,
       std::optional<FeatureWeights> features, const uint16_t* embedding, kernels::Ops& ops);
@@ -64,7 +63,7 @@ class DeepSeekV3 {
  private:
   DeepSeekV3(const ModelConfig& config, const DeepSeekV3Options& options, TargetWeights weights,
              std::optional<FeatureWeights> features, const uint16_t* embedding, kernels::Ops& ops);
-  absl::Status Allocate();
+  absl::Status Allocate(const HostRope& rope);
 
   void Attention(const TargetLayerWeights& w, int layer, const kernels::RowBatch& batch,
                  kernels::Tensor hidden);

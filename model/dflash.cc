@@ -9,11 +9,11 @@ using kernels::Tensor;
 
 absl::StatusOr<std::unique_ptr<DFlash>> DFlash::Create(const DraftConfig& config,
                                                        const DFlashOptions& options,
-                                                       DraftWeights weights,
+                                                       DraftWeights weights, const HostRope& rope,
                                                        const uint16_t* embedding,
                                                        kernels::Ops& ops) {
   std::unique_ptr<DFlash> model(new DFlash(config, options, std::move(weights), embedding, ops));
-  const absl::Status status = model->Allocate();
+  const absl::Status status = model->Allocate(rope);
   if (!status.ok()) return status;
   return model;
 }
@@ -30,11 +30,10 @@ DFlash::DFlash(const DraftConfig& config, const DFlashOptions& options, DraftWei
              .head_dim = config.head_dim,
              .rms_norm_eps = static_cast<float>(config.rms_norm_eps)} {}
 
-absl::Status DFlash::Allocate() {
-  absl::StatusOr<DeviceRope> rope =
-      MakeRope(ops_, config_.InvFreq(), options_.positions, config_.attention_factor);
-  if (!rope.ok()) return rope.status();
-  rope_ = *std::move(rope);
+absl::Status DFlash::Allocate(const HostRope& rope) {
+  absl::StatusOr<DeviceRope> device_rope = UploadRope(ops_, rope);
+  if (!device_rope.ok()) return device_rope.status();
+  rope_ = *std::move(device_rope);
 
   using kernels::DType;
   const DType act = ops_.activation_dtype();

@@ -18,19 +18,19 @@ namespace coppice {
 
 struct DFlashOptions {
   int slots = 0;
-  int window = 0;         // context positions kept per slot
-  int64_t positions = 0;  // positions are below this
-  int max_blocks = 0;     // of one Forward
-  int max_context = 0;    // rows of one AppendContext
+  int window = 0;       // context positions kept per slot
+  int max_blocks = 0;   // of one Forward
+  int max_context = 0;  // rows of one AppendContext
 };
 
 // Not thread-safe; every call is made by the thread of the rank.
 class DFlash {
  public:
-  // `embedding` is host memory, bf16 [vocab, hidden], and outlives the object, as do `ops`.
+  // `rope` (of all positions that will come) is copied.  `embedding` is host memory, bf16 [vocab,
+  // hidden], and outlives the object, as do `ops`.
   static absl::StatusOr<std::unique_ptr<DFlash>> Create(const DraftConfig& config,
                                                         const DFlashOptions& options,
-                                                        DraftWeights weights,
+                                                        DraftWeights weights, const HostRope& rope,
                                                         const uint16_t* embedding,
                                                         kernels::Ops& ops);
 
@@ -47,7 +47,7 @@ class DFlash {
  private:
   DFlash(const DraftConfig& config, const DFlashOptions& options, DraftWeights weights,
          const uint16_t* embedding, kernels::Ops& ops);
-  absl::Status Allocate();
+  absl::Status Allocate(const HostRope& rope);
 
   const DraftConfig config_;
   const DFlashOptions options_;

@@ -50,7 +50,8 @@ class DrafterImpl final : public Drafter {
   int64_t positions() const {
     return static_cast<int64_t>(target_config_.max_position_embeddings) + config_.block_size;
   }
-  absl::Status LoadRank(int rank, const DraftTensors& tensors, const EmbeddingTensors& target);
+  absl::Status LoadRank(int rank, const DraftTensors& tensors, const EmbeddingTensors& target,
+                        const HostRope& rope);
   void Append(const std::vector<uint16_t>& features, const std::vector<int32_t>& slot,
               const std::vector<int32_t>& position);
   // The i-th index array of a rank, filled with `values`.
@@ -90,11 +91,12 @@ absl::Status DrafterImpl::Load() {
   if (!group.ok()) return group.status();
   group_ = *std::move(group);
   ranks_.resize(options_.tp);
-  return group_->RunWithStatus([&](int rank) { return LoadRank(rank, *tensors, *shared); });
+  const HostRope rope(config_.InvFreq(), positions(), config_.attention_factor);
+  return group_->RunWithStatus([&](int rank) { return LoadRank(rank, *tensors, *shared, rope); });
 }
 
 absl::Status DrafterImpl::LoadRank(int rank, const DraftTensors& tensors,
-                                   const EmbeddingTensors& target) {
+                                   const EmbeddingTensors& target, const HostRope& rope) {
   kernels::Ops& ops = group_->ops(rank);
   Rank& r = ranks_[rank];
   absl::StatusOr<DraftWeights> weights = LoadDraftWeights(tensors, target, config_, ops);
@@ -103,10 +105,9 @@ absl::Status DrafterImpl::LoadRank(int rank, const DraftTensors& tensors,
       DFlash::Create(config_,
                      {.slots = options_.slots,
                       .window = options_.window,
-                      .positions = positions(),
                       .max_blocks = kMaxBlocks,
                       .max_context = kMaxContext},
-                     *std::move(weights), embedding_, ops);
+                     *std::move(weights), rope, embedding_, ops);
   if (!model.ok()) return model.status();
   r.model = *std::move(model);
   const int64_t rows = static_cast<int64_t>(kMaxBlocks) * config_.block_size;

@@ -75,6 +75,7 @@ std::vector<int32_t> TopK(absl::Span<const float> logits, int64_t k) {
   };
   // A heap with the worst survivor on top.  Ids come in ascending order, so an equal one loses.
   std::vector<int32_t> heap;
+  if (k <= 0) return heap;
   heap.reserve(std::min<int64_t>(k, static_cast<int64_t>(logits.size())));
   for (size_t i = 0; i < logits.size(); ++i) {
     const float logit = Logit(logits, i);
@@ -196,7 +197,7 @@ std::vector<TokenLogProb> LogProbs(absl::Span<const float> logits, int32_t token
   };
   std::vector<TokenLogProb> result;
   result.push_back({token, log_prob(token)});
-  for (const int32_t id : TopK(logits, std::max(k, 0))) result.push_back({id, log_prob(id)});
+  for (const int32_t id : TopK(logits, k)) result.push_back({id, log_prob(id)});
   return result;
 }
 

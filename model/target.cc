@@ -66,7 +66,8 @@ class TargetImpl final : public Target {
   // A sequence fills a slot of its own per position, so neither limit can be passed.
   int64_t positions() const { return std::min<int64_t>(config_.max_position_embeddings, slots()); }
   absl::Status LoadRank(int rank, const TargetTensors& tensors,
-                        const std::optional<FeatureTensors>& features, LoadProgress& progress);
+                        const std::optional<FeatureTensors>& features, const HostRope& rope,
+                        LoadProgress& progress);
   absl::Status ForwardRank(int rank, const StepRows& step, ForwardResult* result);
   void CountExperts(ForwardResult* result);
 
@@ -113,14 +114,15 @@ absl::Status TargetImpl::Load() {
   if (!group.ok()) return group.status();
   group_ = *std::move(group);
   ranks_.resize(options_.tp);
+  const HostRope rope(config_.InvFreq(), positions(), config_.rope_amplitude());
   LoadProgress progress(LoadBytes(*tensors), options_.progress);
   return group_->RunWithStatus(
-      [&](int rank) { return LoadRank(rank, *tensors, features, progress); });
+      [&](int rank) { return LoadRank(rank, *tensors, features, rope, progress); });
 }
 
 absl::Status TargetImpl::LoadRank(int rank, const TargetTensors& tensors,
                                   const std::optional<FeatureTensors>& feature_tensors,
-                                  LoadProgress& progress) {
+                                  const HostRope& rope, LoadProgress& progress) {
   kernels::Ops& ops = group_->ops(rank);
   Rank& r = ranks_[rank];
   std::optional<FeatureWeights> features;
@@ -134,11 +136,10 @@ absl::Status TargetImpl::LoadRank(int rank, const TargetTensors& tensors,
   DeepSeekV3Options model_options{.max_rows = options_.max_rows,
                                   .page_size = options_.page_size,
                                   .pages = options_.pages,
-                                  .positions = positions(),
                                   .taps = {}};
   if (draft_.has_value()) model_options.taps = draft_->target_layer_ids;
   absl::StatusOr<std::unique_ptr<DeepSeekV3>> model = DeepSeekV3::Create(
-      config_, model_options, *std::move(weights), std::move(features), embedding_, ops);
+      config_, model_options, *std::move(weights), std::move(features), rope, embedding_, ops);
   if (!model.ok()) return model.status();
   r.model = *std::move(model);
 
@@ -175,7 +176,6 @@ absl::Status TargetImpl::Forward(absl::Span<const SequenceRows> sequences, Forwa
   const absl::StatusOr<StepRows> step = StepRows::Pack(sequences, {.vocab_size = config_.vocab_size,
                                                                    .page_size = options_.page_size,
                                                                    .pages = options_.pages,
-                                                                   .positions = positions(),
                                                                    .max_rows = options_.max_rows});
   if (!step.ok()) return step.status();
   rows_ = step->rows();

@@ -608,27 +608,31 @@ absl::StatusOr<DeviceTensor> AllocateTensor(kernels::Ops& ops, kernels::DType dt
   return tensor;
 }
 
-absl::StatusOr<DeviceRope> MakeRope(kernels::Ops& ops, const std::vector<float>& inv_freq,
-                                    int64_t positions, double amplitude) {
-  const int64_t pairs = static_cast<int64_t>(inv_freq.size());
-  DeviceRope rope;
-  for (const auto& [tensor, function] :
-       {std::pair<DeviceTensor*, double (*)(double)>{&rope.cos, std::cos}, {&rope.sin, std::sin}}) {
-    std::vector<float> values(positions * pairs);
-    for (int64_t p = 0; p < positions; ++p) {
-      for (int64_t i = 0; i < pairs; ++i) {
-        const float angle = static_cast<float>(p) * inv_freq[i];
-        values[p * pairs + i] = static_cast<float>(amplitude * function(angle));
-      }
+HostRope::HostRope(const std::vector<float>& inv_freq, int64_t positions, double amplitude)
+    : pairs(static_cast<int64_t>(inv_freq.size())), cos(positions * pairs), sin(positions * pairs) {
+  for (int64_t p = 0; p < positions; ++p) {
+    for (int64_t i = 0; i < pairs; ++i) {
+      const double angle = static_cast<float>(p) * inv_freq[i];
+      cos[p * pairs + i] = static_cast<float>(amplitude * std::cos(angle));
+      sin[p * pairs + i] = static_cast<float>(amplitude * std::sin(angle));
     }
+  }
+}
+
+absl::StatusOr<DeviceRope> UploadRope(kernels::Ops& ops, const HostRope& rope) {
+  DeviceRope device;
+  for (const auto& [values, tensor] :
+       {std::pair<const std::vector<float>*, DeviceTensor*>{&rope.cos, &device.cos},
+        {&rope.sin, &device.sin}}) {
+    const int64_t positions = static_cast<int64_t>(values->size()) / rope.pairs;
     absl::StatusOr<DeviceTensor> table =
-        AllocateTensor(ops, kernels::DType::kF32, positions, pairs);
+        AllocateTensor(ops, kernels::DType::kF32, positions, rope.pairs);
     if (!table.ok()) return table.status();
     *tensor = *std::move(table);
-    ops.Upload(values.data(), tensor->view.data, values.size() * sizeof(float));
-    ops.Synchronize();
+    ops.Upload(values->data(), tensor->view.data, values->size() * sizeof(float));
   }
-  return rope;
+  ops.Synchronize();  // the caller may let `rope` go
+  return device;
 }
 
 KvHeads DraftKvHeads(const DraftConfig& config, int rank, int ranks) {

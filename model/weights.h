@@ -139,15 +139,21 @@ struct DeviceTensor {
 absl::StatusOr<DeviceTensor> AllocateTensor(kernels::Ops& ops, kernels::DType dtype, int64_t rows,
                                             int64_t cols);
 
-// cos and sin of positions 0 … positions - 1, times `amplitude`.  The angle is the fp32 product of
-// position and frequency, as in the reference implementations.
+// cos and sin of positions 0 … positions - 1, times `amplitude`, [positions, pairs] each.  The
+// angle is the fp32 product of position and frequency, as in the reference implementations.
+struct HostRope {
+  HostRope(const std::vector<float>& inv_freq, int64_t positions, double amplitude);
+  int64_t pairs;
+  std::vector<float> cos;
+  std::vector<float> sin;
+};
+
 struct DeviceRope {
   DeviceTensor cos;
   DeviceTensor sin;
   kernels::RopeTable table() const { return {cos.view, sin.view}; }
 };
-absl::StatusOr<DeviceRope> MakeRope(kernels::Ops& ops, const std::vector<float>& inv_freq,
-                                    int64_t positions, double amplitude);
+absl::StatusOr<DeviceRope> UploadRope(kernels::Ops& ops, const HostRope& rope);
 
 struct MlpWeights {
   std::unique_ptr<kernels::Matrix> gate_up;  // [2 * slice, hidden]
