@@ -1,0 +1,37 @@
+#include "services/drafter/draft_loop.h"
+
+#include <algorithm>
+
+namespace coppice::drafter {
+
+DraftLoop::DraftLoop(std::unique_ptr<Drafter> model, const EngineOptions& options,
+                     LoopObserver observer, const Clock* clock)
+    : model_(std::move(model)),
+      clock_(clock),
+      observer_(std::move(observer)),
+      heartbeat_(clock),
+      engine_(model_.get(), options, clock, observer_.on_forward),
+      thread_([this] { Run(); }) {}
+
+DraftLoop::~DraftLoop() { Stop(); }
+
+void DraftLoop::Stop() {
+  events_.Close();
+  if (thread_.joinable()) thread_.join();
+}
+
+void DraftLoop::Run() {
+  std::vector<Event> events;
+  while (!events_.closed()) {
+    heartbeat_.Beat();
+    const TimePoint idle = clock_->Now() + Heartbeat::kMaxIdle;
+    events_.PopAllUntil(std::min(idle, engine_.NextDeadline().value_or(idle)), &events);
+    heartbeat_.Beat();
+    engine_.Turn(&events);
+    const EngineCounters counters = engine_.counters();
+    sequences_.store(counters.sequences, std::memory_order_relaxed);
+    if (observer_.on_turn) observer_.on_turn(counters);
+  }
+}
+
+}  // namespace coppice::drafter
