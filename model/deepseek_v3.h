@@ -34,7 +34,8 @@ class DeepSeekV3 {
   // hidden], and outlives the object, as do `ops`. `features` goes with options.taps.
   static absl::StatusOr<std::unique_ptr<DeepSeekV3>> Create(
       const ModelConfig& config, const DeepSeekV3Options& options, TargetWeights weights,
-      std::optional<FeatureWeights> features, const uint16_t* embedding, kernels::Ops& ops);
+      std::optional<FeatureWeights> features, const HostRope& rope, const uint16_t* embedding,
+      kernels::Ops& ops);
 
   // Called after each layer with the residual stream [rows, hidden]; may Download it.
   using Observer = std::function<void(int layer, kernels::Tensor hidden)>;
