@@ -253,8 +253,10 @@ TEST_F(ServiceTest, ManyShortLives) {
         Verifier verifier(stub_.get());
         verifier.Hello(100 * t + i);
         verifier.stream->Write(Verifier::Rows(i, 0, 3));
-        v1::ContextAck ack;
-        if (i % 3 == 0) EXPECT_TRUE(verifier.stream->Read(&ack));
+        if (i % 3 == 0) {
+          v1::ContextAck ack;
+          EXPECT_TRUE(verifier.stream->Read(&ack));
+        }
         v1::DraftReply reply;
         v1::DraftBatch ask = Ask(100 * t + i, i, 42, 3);
         ask.set_wait_us(i % 2 == 0 ? 1000 : 0);
