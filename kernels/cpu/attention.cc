@@ -90,7 +90,8 @@ void CpuOps::MlaAbsorbQuery(Tensor q, absl::Span<const std::unique_ptr<Matrix>> 
   const int latent_dim = shape.kv_lora_rank + shape.qk_rope_head_dim;
   for (int h = 0; h < shape.heads; ++h) {
     Product(q.f32() + h * head_dim, q.stride, nullptr, batch.rows, *w_uk[h],
-            q_latent.f32() + h * latent_dim, q_latent.stride);
+            q_latent.f32() + h * latent_dim, q_latent.stride,
+            h + 1 < shape.heads ? w_uk[h + 1].get() : nullptr);
   }
   for (int row = 0; row < batch.rows; ++row) {
     const int64_t position = batch.position.i32()[row];

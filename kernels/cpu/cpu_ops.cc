@@ -131,23 +131,21 @@ void CpuOps::SwiGlu(Tensor gate_up, Tensor out) {
 
 // --- products ---
 
-void CpuOps::Product(const float* x, int64_t x_stride, const int32_t* row_index, int64_t rows,
-                     absl::Span<const std::unique_ptr<Matrix>> segments, float* y,
-                     int64_t y_stride) {
+void CpuOps::RunProduct(const float* x, int64_t x_stride, const int32_t* row_index, int64_t rows,
+                        const Matrix& first, absl::Span<const void* const> panels, float* y,
+                        int64_t y_stride, const Matrix* next) {
   if (rows == 0) return;
-  assert(!segments.empty() && segments.size() <= kSegments);
-  std::array<const void*, kSegments> panels;
-  for (size_t s = 0; s < segments.size(); ++s) panels[s] = Packed(*segments[s]).panels();
   ProductArgs args;
   args.x = x;
   args.x_stride = x_stride;
   args.row_index = row_index;
   args.rows = rows;
   args.segments = panels.data();
-  args.num_segments = static_cast<int>(segments.size());
-  args.bf16 = Packed(*segments[0]).bf16();
-  args.inputs = segments[0]->inputs();
-  args.outputs = segments[0]->outputs();
+  args.num_segments = static_cast<int>(panels.size());
+  args.bf16 = Packed(first).bf16();
+  args.inputs = first.inputs();
+  args.outputs = first.outputs();
+  args.next = next == nullptr ? nullptr : Packed(*next).panels();
   args.y = y;
   args.y_stride = y_stride;
   args.stage = stage_.Get(kStageFloats);
@@ -158,22 +156,19 @@ void CpuOps::Product(const float* x, int64_t x_stride, const int32_t* row_index,
 }
 
 void CpuOps::Product(const float* x, int64_t x_stride, const int32_t* row_index, int64_t rows,
-                     const Matrix& w, float* y, int64_t y_stride) {
-  if (rows == 0) return;
+                     absl::Span<const std::unique_ptr<Matrix>> segments, float* y, int64_t y_stride,
+                     const Matrix* next) {
+  assert(!segments.empty() && segments.size() <= kSegments);
+  std::array<const void*, kSegments> panels;
+  for (size_t s = 0; s < segments.size(); ++s) panels[s] = Packed(*segments[s]).panels();
+  RunProduct(x, x_stride, row_index, rows, *segments[0],
+             absl::MakeConstSpan(panels.data(), segments.size()), y, y_stride, next);
+}
+
+void CpuOps::Product(const float* x, int64_t x_stride, const int32_t* row_index, int64_t rows,
+                     const Matrix& w, float* y, int64_t y_stride, const Matrix* next) {
   const void* panels = Packed(w).panels();
-  ProductArgs args;
-  args.x = x;
-  args.x_stride = x_stride;
-  args.row_index = row_index;
-  args.rows = rows;
-  args.segments = &panels;
-  args.bf16 = Packed(w).bf16();
-  args.inputs = w.inputs();
-  args.outputs = w.outputs();
-  args.y = y;
-  args.y_stride = y_stride;
-  args.stage = stage_.Get(kStageFloats);
-  kernels_.product(args);
+  RunProduct(x, x_stride, row_index, rows, w, absl::MakeConstSpan(&panels, 1), y, y_stride, next);
 }
 
 void CpuOps::Linear(Tensor x, const Matrix& w, Tensor y) {
@@ -207,7 +202,8 @@ void CpuOps::RowLinear(Tensor x, const SegmentedMatrix& w, Tensor residual) {
   const int64_t size = rows * cols;
   float* mine = shared_scratch().Get(w.size() * size);
   for (size_t s = 0; s < w.size(); ++s) {
-    Product(x.f32() + s * w[s]->inputs(), x.stride, nullptr, rows, *w[s], mine + s * size, cols);
+    Product(x.f32() + s * w[s]->inputs(), x.stride, nullptr, rows, *w[s], mine + s * size, cols,
+            s + 1 < w.size() ? w[s + 1].get() : nullptr);
   }
   const HostCollective::All& all = Exchange({mine, nullptr});
   combine.last.count = kSegments;

@@ -68,11 +68,15 @@ class CpuOps : public Ops {
 
  private:
   // y = Σ over `segments` matrices side by side of x · wᵀ; rows of x taken through row_index where
-  // it is given.
+  // it is given. `next`, if known, is multiplied after this: its weights are fetched meanwhile.
   void Product(const float* x, int64_t x_stride, const int32_t* row_index, int64_t rows,
-               absl::Span<const std::unique_ptr<Matrix>> segments, float* y, int64_t y_stride);
+               absl::Span<const std::unique_ptr<Matrix>> segments, float* y, int64_t y_stride,
+               const Matrix* next = nullptr);
   void Product(const float* x, int64_t x_stride, const int32_t* row_index, int64_t rows,
-               const Matrix& w, float* y, int64_t y_stride);
+               const Matrix& w, float* y, int64_t y_stride, const Matrix* next = nullptr);
+  void RunProduct(const float* x, int64_t x_stride, const int32_t* row_index, int64_t rows,
+                  const Matrix& first, absl::Span<const void* const> panels, float* y,
+                  int64_t y_stride, const Matrix* next);
   const HostCollective::All& Exchange(HostCollective::Published mine) {
     return collective_.Exchange(rank_, mine);
   }

@@ -37,7 +37,8 @@ struct ProductArgs {
   bool bf16 = true;
   int64_t inputs = 0;  // of one segment
   int64_t outputs = 0;
-  float* y = nullptr;  // overlaps nothing
+  const void* next = nullptr;  // weights of the product that follows, if known: fetched meanwhile
+  float* y = nullptr;          // overlaps nothing
   int64_t y_stride = 0;
   float* stage = nullptr;    // kStageFloats
   float* segment = nullptr;  // rows * outputs, used when num_segments > 1 and inputs > kChunk

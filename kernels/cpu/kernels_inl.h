@@ -25,10 +25,11 @@ namespace {
 // sum.
 enum class Into { kStore, kContinue, kAdd };
 
-// R staged rows times P panels.  Each output's sum runs over the inputs in order.
+// R staged rows times P panels.  Each output's sum runs over the inputs in order.  Meanwhile as
+// much memory from `ahead` on as the panels take is fetched into the second-level cache.
 template <int R, int P, bool kBf16>
-void Block(const float* x, int64_t inputs, const char* w, int64_t panel_bytes, float* y,
-           int64_t y_stride, int64_t last_outputs, Into into) {
+void Block(const float* x, int64_t inputs, const char* w, int64_t panel_bytes, const char* ahead,
+           float* y, int64_t y_stride, int64_t last_outputs, Into into) {
   V sum[R][P];
   COPPICE_UNROLL
   for (int r = 0; r < R; ++r) {
@@ -56,6 +57,9 @@ void Block(const float* x, int64_t inputs, const char* w, int64_t panel_bytes, f
     int64_t k = 0;
     for (; k + 2 <= inputs; k += 2) {
       COPPICE_UNROLL
+      for (int p = 0; p < P; ++p) __builtin_prefetch(ahead + p * panel_bytes, 0, 2);
+      ahead += 2 * kLanes * 2;
+      COPPICE_UNROLL
       for (int p = 0; p < P; ++p) weight[p] = LoadEven(w + p * panel_bytes);
       step(x + k);
       COPPICE_UNROLL
@@ -70,6 +74,9 @@ void Block(const float* x, int64_t inputs, const char* w, int64_t panel_bytes, f
     }
   } else {
     for (int64_t k = 0; k < inputs; ++k) {
+      COPPICE_UNROLL
+      for (int p = 0; p < P; ++p) __builtin_prefetch(ahead + p * panel_bytes, 0, 2);
+      ahead += kLanes * 4;
       COPPICE_UNROLL
       for (int p = 0; p < P; ++p) {
         weight[p] = Load(reinterpret_cast<const float*>(w + p * panel_bytes));
@@ -93,8 +100,8 @@ void Block(const float* x, int64_t inputs, const char* w, int64_t panel_bytes, f
   }
 }
 
-using BlockFn = void (*)(const float*, int64_t, const char*, int64_t, float*, int64_t, int64_t,
-                         Into);
+using BlockFn = void (*)(const float*, int64_t, const char*, int64_t, const char*, float*, int64_t,
+                         int64_t, Into);
 
 template <bool kBf16, int R, int P>
 constexpr BlockFn BlockFor() {
@@ -122,9 +129,11 @@ struct Blocks {
 constexpr Blocks<true> kBf16Blocks;
 constexpr Blocks<false> kF32Blocks;
 
-// rows × all outputs over `inputs` staged inputs that begin at input `first` of the packed matrix.
+// rows × all outputs over `inputs` staged inputs that begin at input `first` of the packed matrix;
+// what is multiplied after it begins at `next`.
 void StagedProduct(const ProductArgs& a, const float* x, int64_t rows, const void* packed,
-                   int64_t first, int64_t inputs, float* y, int64_t y_stride, Into into) {
+                   int64_t first, int64_t inputs, const void* next, float* y, int64_t y_stride,
+                   Into into) {
   const int64_t panel_bytes = PanelBytes(a.inputs, a.bf16);
   const int64_t panels = (a.outputs + kLanes - 1) / kLanes;
   const int64_t last_outputs = a.outputs - (panels - 1) * kLanes;
@@ -136,13 +145,15 @@ void StagedProduct(const ProductArgs& a, const float* x, int64_t rows, const voi
     int log = 3;
     while ((1 << log) > widest || p + (1 << log) > panels) --log;
     const int64_t count = int64_t{1} << log;
-    const int64_t last = p + count == panels ? last_outputs : kLanes;
+    const bool last = p + count == panels;
+    const char* here = w + p * panel_bytes;
+    const char* ahead = last ? static_cast<const char*>(next) : here + count * panel_bytes;
     int64_t row = 0;
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t n = small + (b < larger ? 1 : 0);
       const BlockFn fn = (a.bf16 ? kBf16Blocks.of : kF32Blocks.of)[n - 1][log];
-      fn(x + row * kPitch, inputs, w + p * panel_bytes, panel_bytes,
-         y + row * y_stride + p * kLanes, y_stride, last, into);
+      fn(x + row * kPitch, inputs, here, panel_bytes, b == 0 ? ahead : here,
+         y + row * y_stride + p * kLanes, y_stride, last ? last_outputs : kLanes, into);
       row += n;
     }
     p += count;
@@ -158,9 +169,12 @@ void Product(const ProductArgs& a) {
     };
     for (int s = 0; s < a.num_segments; ++s) {
       const int64_t offset = s * a.inputs;
+      const void* next = s + 1 < a.num_segments ? a.segments[s + 1]
+                         : a.next != nullptr    ? a.next
+                                                : a.segments[s];
       if (rows == 1) {
         // One row needs no staging, and then no cut into chunks either.
-        StagedProduct(a, source(0) + offset, 1, a.segments[s], 0, a.inputs, y, a.y_stride,
+        StagedProduct(a, source(0) + offset, 1, a.segments[s], 0, a.inputs, next, y, a.y_stride,
                       s == 0 ? Into::kStore : Into::kAdd);
         continue;
       }
@@ -174,7 +188,7 @@ void Product(const ProductArgs& a) {
           std::memcpy(a.stage + r * kPitch, source(r) + offset + first, inputs * sizeof(float));
         }
         const Into into = first > 0 ? Into::kContinue : s == 0 || apart ? Into::kStore : Into::kAdd;
-        StagedProduct(a, a.stage, rows, a.segments[s], first, inputs, target, stride, into);
+        StagedProduct(a, a.stage, rows, a.segments[s], first, inputs, next, target, stride, into);
       }
       if (!apart) continue;
       for (int64_t r = 0; r < rows; ++r) {
@@ -320,10 +334,10 @@ int64_t FindGreater(const float* x, int64_t begin, int64_t n, float threshold) {
 // --- attention ---
 
 // scores[r * kTile + t] = scale * q[r] · k[t] for Q queries and T tokens; lane j of a sum takes
-// dimensions j, j + 16 …
-template <int Q, int T>
-inline void Dots(const float* const* q, const float* const* k, int64_t dim, float scale,
-                 float* scores) {
+// dimensions j, j + 16 … Meanwhile the tokens `ahead` are fetched.
+template <int Q, int T, bool kFetch>
+inline void Dots(const float* const* q, const float* const* k, const float* const* ahead,
+                 int64_t dim, float scale, float* scores) {
   static_assert(T % 4 == 0);
   V sum[Q][T];
   COPPICE_UNROLL
@@ -339,6 +353,7 @@ inline void Dots(const float* const* q, const float* const* k, int64_t dim, floa
     COPPICE_UNROLL
     for (int t = 0; t < T; ++t) {
       const V key = Load(k[t] + i);
+      if constexpr (kFetch) __builtin_prefetch(ahead[t] + i, 0, 2);
       COPPICE_UNROLL
       for (int r = 0; r < Q; ++r) sum[r][t] = Fma(query[r], key, sum[r][t]);
     }
@@ -410,7 +425,12 @@ void AttendQueries(const AttendArgs& a, int begin) {
   // Few queries take more tokens at once, so that enough independent sums hide the latency of one.
   constexpr int kTokens = Q <= 2 ? 8 : 4;
   for (int t = 0; t < a.tokens; t += kTokens) {
-    Dots<Q, kTokens>(q, a.k + t, a.key_dim, a.scale, scores + t);
+    if (begin == 0) {
+      const float* const* ahead = a.k + (t + kTokens < a.tokens ? t + kTokens : t);
+      Dots<Q, kTokens, true>(q, a.k + t, ahead, a.key_dim, a.scale, scores + t);
+    } else {
+      Dots<Q, kTokens, false>(q, a.k + t, nullptr, a.key_dim, a.scale, scores + t);
+    }
   }
   float factor[Q];
   for (int r = 0; r < Q; ++r) {

@@ -91,33 +91,43 @@ struct CpuOps::MoeChunk {
 
 void CpuOps::ComputeExperts(const MoeChunk& chunk, const ExpertWeights& experts) {
   auto run = [&](const ExpertWeights::Expert& expert, const int32_t* row_index, int64_t rows,
-                 float* out, int64_t segment_stride) {
+                 float* out, int64_t segment_stride, const Matrix* next) {
     const int64_t width = expert.gate_up->outputs(), slice = width / 2;
     float* gate_up = gate_up_.Get(rows * width);
     float* activation = activation_.Get(rows * slice);
-    Product(chunk.x.f32(), chunk.x.stride, row_index, rows, *expert.gate_up, gate_up, width);
+    const SegmentedMatrix& down = expert.down_segments;
+    Product(chunk.x.f32(), chunk.x.stride, row_index, rows, *expert.gate_up, gate_up, width,
+            down[0].get());
     for (int64_t r = 0; r < rows; ++r) {
       kernels_.swiglu(gate_up + r * width, gate_up + r * width + slice, slice,
                       activation + r * slice);
     }
-    if (static_cast<int>(expert.down_segments.size()) == kSegments) {
-      Product(activation, slice, nullptr, rows, expert.down_segments, out, chunk.hidden);
+    if (static_cast<int>(down.size()) == kSegments) {
+      Product(activation, slice, nullptr, rows, down, out, chunk.hidden, next);
       return;
     }
-    for (size_t s = 0; s < expert.down_segments.size(); ++s) {
-      const Matrix& down = *expert.down_segments[s];
-      Product(activation + s * down.inputs(), slice, nullptr, rows, down, out + s * segment_stride,
-              chunk.hidden);
+    for (size_t s = 0; s < down.size(); ++s) {
+      Product(activation + s * down[s]->inputs(), slice, nullptr, rows, *down[s],
+              out + s * segment_stride, chunk.hidden,
+              s + 1 < down.size() ? down[s + 1].get() : next);
     }
   };
-  for (size_t e = 0; e < experts.experts.size(); ++e) {
-    const int32_t begin = chunk.expert_begin[e], count = chunk.expert_begin[e + 1] - begin;
-    if (count == 0 || experts.experts[e].gate_up == nullptr) continue;
-    run(experts.experts[e], chunk.pair_row + begin, count, chunk.out + begin * chunk.hidden,
-        chunk.pairs * chunk.hidden);
+  const int num_experts = static_cast<int>(experts.experts.size());
+  auto count = [&](int e) { return chunk.expert_begin[e + 1] - chunk.expert_begin[e]; };
+  auto next_from = [&](int e) {
+    while (e < num_experts && (count(e) == 0 || experts.experts[e].gate_up == nullptr)) ++e;
+    return e;
+  };
+  for (int e = next_from(0); e < num_experts;) {
+    const int after = next_from(e + 1);
+    const int32_t begin = chunk.expert_begin[e];
+    run(experts.experts[e], chunk.pair_row + begin, count(e), chunk.out + begin * chunk.hidden,
+        chunk.pairs * chunk.hidden,
+        after < num_experts ? experts.experts[after].gate_up.get() : experts.shared.gate_up.get());
+    e = after;
   }
   if (experts.shared.gate_up != nullptr) {
-    run(experts.shared, nullptr, chunk.rows, chunk.shared_out, chunk.rows * chunk.hidden);
+    run(experts.shared, nullptr, chunk.rows, chunk.shared_out, chunk.rows * chunk.hidden, nullptr);
   }
 }
 
