@@ -1,0 +1,64 @@
+#include "services/router/drafter_client.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "services/common/channel.h"
+#include "services/router/wire.h"
+
+namespace coppice::router {
+namespace {
+
+constexpr std::chrono::seconds kInfoDeadline{3};
+
+}  // namespace
+
+DrafterClient::DrafterClient(const Options& options, std::function<void(Event)> post)
+    : options_(options),
+      post_(std::move(post)),
+      connection_({[this](uint64_t) { return Prepare(); },
+                   [this](uint64_t connection) {
+                     auto stream = std::make_shared<BidiStream<v1::DraftBatch, v1::DraftReply>>(
+                         [this, connection](const v1::DraftReply& reply) {
+                           post_(DrafterReplied{connection, FromWire(reply)});
+                         });
+                     stub_->async()->Draft(stream->context(), stream.get());
+                     return stream;
+                   },
+                   [this](uint64_t connection, BidiStream<v1::DraftBatch, v1::DraftReply>*) {
+                     post_(DrafterUp{connection, info_});
+                   },
+                   [this](uint64_t connection, absl::Status status) {
+                     post_(DrafterDown{connection, std::move(status)});
+                   }},
+                  options.retry) {
+  ChannelOptions channel;
+  channel.own_connection = true;
+  if (!options_.address.empty()) {
+    stub_ = v1::Drafter::NewStub(MakeChannel(options_.address, channel));
+  }
+}
+
+DrafterClient::~DrafterClient() { connection_.Stop(); }
+
+void DrafterClient::Start() {
+  if (stub_ != nullptr) connection_.Start();
+}
+
+absl::Status DrafterClient::Prepare() {
+  grpc::ClientContext context;
+  context.set_deadline(std::chrono::system_clock::now() + kInfoDeadline);
+  v1::DrafterInfo reply;
+  const grpc::Status status = stub_->GetInfo(&context, v1::GetDrafterInfoRequest(), &reply);
+  if (!status.ok()) {
+    return absl::UnavailableError(absl::StrCat("it cannot be reached: ", status.error_message()));
+  }
+  info_ = FromWire(reply);
+  return absl::OkStatus();
+}
+
+void DrafterClient::Send(uint64_t connection, DraftBatch batch) {
+  connection_.Write(connection, ToWire(batch));
+}
+
+}  // namespace coppice::router

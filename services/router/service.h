@@ -1,0 +1,88 @@
+// gRPC in and out of the router: checks and translates, hands to the engine, writes what the engine
+// says.
+#ifndef COPPICE_SERVICES_ROUTER_SERVICE_H_
+#define COPPICE_SERVICES_ROUTER_SERVICE_H_
+
+#include <atomic>
+#include <functional>
+#include <string>
+
+#include "coppice/v1/cluster.grpc.pb.h"
+#include "coppice/v1/inference.grpc.pb.h"
+#include "model/tokenizer.h"
+#include "services/common/clock.h"
+#include "services/router/engine.h"
+#include "services/router/request.h"
+#include "services/router/stream.h"
+
+namespace coppice::router {
+
+struct InferenceOptions {
+  RequestLimits limits;
+  std::string model_name;
+  BuildLabel build;
+  // What waits for one client that does not read; beyond it the stream ends RESOURCE_EXHAUSTED.
+  size_t client_buffer_bytes = 4 << 20;
+  // Called with every last delta's figures.
+  std::function<void(const Final&)> on_final;
+};
+
+// No call blocks: tokenizing is done on gRPC's threads, all else by the engine's.
+class InferenceService : public v1::Inference::CallbackService {
+ public:
+  // Everything must outlive the service.
+  InferenceService(const InferenceOptions& options, const Tokenizer* tokenizer, Engine* engine,
+                   std::function<uint64_t()> random);
+
+  grpc::ServerWriteReactor<v1::GenerateDelta>* Generate(
+      grpc::CallbackServerContext* context, const v1::GenerateRequest* request) override;
+  grpc::ServerUnaryReactor* Cancel(grpc::CallbackServerContext* context,
+                                   const v1::CancelRequest* request,
+                                   v1::CancelResponse* response) override;
+  grpc::ServerUnaryReactor* Tokenize(grpc::CallbackServerContext* context,
+                                     const v1::TokenizeRequest* request,
+                                     v1::TokenizeResponse* response) override;
+  grpc::ServerUnaryReactor* Detokenize(grpc::CallbackServerContext* context,
+                                       const v1::DetokenizeRequest* request,
+                                       v1::DetokenizeResponse* response) override;
+  grpc::ServerUnaryReactor* GetModel(grpc::CallbackServerContext* context,
+                                     const v1::GetModelRequest* request,
+                                     v1::Model* response) override;
+
+ private:
+  absl::StatusOr<Request> Check(const v1::GenerateRequest& request) const;
+
+  const InferenceOptions options_;
+  const Tokenizer* const tokenizer_;
+  Engine* const engine_;
+  const std::function<uint64_t()> random_;
+  std::atomic<uint64_t> next_handle_{1};
+};
+
+struct ClusterOptions {
+  std::string name;
+  uint64_t epoch = 0;
+  std::string verifier_address;
+  std::string drafter_address;
+  BuildLabel build;
+};
+
+class ClusterService : public v1::Cluster::CallbackService {
+ public:
+  ClusterService(const ClusterOptions& options, Engine* engine);
+
+  grpc::ServerUnaryReactor* GetState(grpc::CallbackServerContext* context,
+                                     const v1::GetStateRequest* request,
+                                     v1::ClusterState* response) override;
+
+ private:
+  void Fill(const SchedulerState& state, v1::ClusterState* response) const;
+
+  const ClusterOptions options_;
+  Engine* const engine_;
+  const TimePoint started_;
+};
+
+}  // namespace coppice::router
+
+#endif  // COPPICE_SERVICES_ROUTER_SERVICE_H_
