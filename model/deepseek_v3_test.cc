@@ -42,7 +42,7 @@ class Model {
       models_[rank] =
           DeepSeekV3::Create(
               config_, {.max_rows = max_rows, .page_size = kPageSize, .pages = pages(), .taps = {}},
-              LoadTargetWeights(tensors_, config_, ops, progress).value(), std::nullopt,
+              LoadTargetWeights(tensors_, config_, ops, progress).value(), std::nullopt, rope,
               EmbeddingTable(tensors_.shared, embedding_), ops)
               .value();
     });
