@@ -176,6 +176,7 @@ absl::Status TargetImpl::Forward(absl::Span<const SequenceRows> sequences, Forwa
   const absl::StatusOr<StepRows> step = StepRows::Pack(sequences, {.vocab_size = config_.vocab_size,
                                                                    .page_size = options_.page_size,
                                                                    .pages = options_.pages,
+                                                                   .positions = positions(),
                                                                    .max_rows = options_.max_rows});
   if (!step.ok()) return step.status();
   rows_ = step->rows();
