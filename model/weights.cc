@@ -556,6 +556,7 @@ absl::Status CheckTargetRanks(const ModelConfig& config, int tp) {
   const std::string segments =
       absl::StrCat("row-parallel weights are summed in ", kSegments, " equal segments");
   absl::Status status = CheckTp(tp);
+  if (!status.ok()) return status;
   status.Update(CheckDivides("num_attention_heads", config.num_attention_heads, tp, ranks));
   status.Update(CheckDivides("vocab_size", config.vocab_size, tp, ranks));
   status.Update(CheckDivides("hidden_size", config.hidden_size, tp, ranks));
@@ -577,6 +578,7 @@ absl::Status CheckDraftRanks(const DraftConfig& config, int tp) {
   const std::string segments =
       absl::StrCat("row-parallel weights are summed in ", kSegments, " equal segments");
   absl::Status status = CheckTp(tp);
+  if (!status.ok()) return status;
   status.Update(
       CheckDivides("num_attention_heads of the drafter", config.num_attention_heads, tp, ranks));
   status.Update(CheckDivides("vocab_size", config.vocab_size, tp, ranks));
