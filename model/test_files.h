@@ -21,7 +21,9 @@ namespace coppice {
 class TempDir {
  public:
   TempDir() {
-    std::string name = ::testing::TempDir() + "/coppice-test-XXXXXX";
+    // In memory where the system has such a place: fuzzers write thousands of files.
+    const bool in_memory = access("/dev/shm", W_OK) == 0;
+    std::string name = (in_memory ? "/dev/shm" : ::testing::TempDir()) + "/coppice-test-XXXXXX";
     if (mkdtemp(name.data()) == nullptr) std::abort();
     path_ = name;
   }
