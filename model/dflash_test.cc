@@ -278,6 +278,20 @@ TEST_F(DrafterTest, CandidatesAreBounded) {
   EXPECT_EQ(Draft({}, 5).tokens.size(), 0u);
 }
 
+TEST_F(DrafterTest, PositionsTheTargetDoesNotHave) {
+  const int64_t last = 262144;
+  const std::vector<uint16_t> features = RandomFeatures(8, 5, hidden_);
+  drafter_->AppendContext({{{.slot = 0, .first = last - 4, .features = features},
+                            {.slot = 1, .first = last + 100, .features = features}}});
+  const DraftCandidates out =
+      Draft({{.slot = 0, .anchor = 1, .base_len = last, .context_begin = last - 4},
+             {.slot = 0, .anchor = 1, .base_len = last - 1, .context_begin = last - 4}},
+            2);
+  ASSERT_EQ(out.log_probs.size(), 28u);
+  for (int i = 0; i < 14; ++i) EXPECT_EQ(out.log_probs[i], -INFINITY);
+  for (int i = 14; i < 28; ++i) EXPECT_GT(out.log_probs[i], -20);
+}
+
 TEST_F(DrafterTest, FingerprintsMatchTheTargetsOfThePair) {
   const auto target = Target::Load({.model_dir = kTarget,
                                     .drafter_dir = kDrafter,

@@ -1,7 +1,7 @@
 #include "model/drafter.h"
 
 #include <algorithm>
-#include <cstring>
+#include <limits>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -54,6 +54,12 @@ class DrafterImpl final : public Drafter {
                         const HostRope& rope);
   void Append(const std::vector<uint16_t>& features, const std::vector<int32_t>& slot,
               const std::vector<int32_t>& position);
+  // Of at most kMaxBlocks blocks, [blocks, positions, k] each.
+  struct Candidates {
+    std::vector<int32_t> tokens;
+    std::vector<float> log_probs;
+  };
+  Candidates DraftSome(absl::Span<const DraftBlock> blocks, int k);
   // The i-th index array of a rank, filled with `values`.
   Tensor Index(int rank, int i, absl::Span<const int32_t> values);
 
@@ -153,8 +159,10 @@ void DrafterImpl::AppendContext(absl::Span<const ContextRows> rows) {
   };
   for (const ContextRows& r : rows) {
     CHECK(r.slot >= 0 && r.slot < options_.slots) << "slot " << r.slot;
-    const int64_t count = static_cast<int64_t>(r.features.size()) / hidden;
-    CHECK(r.first >= 0 && r.first + count <= positions()) << "position " << r.first + count;
+    const int64_t last = target_config_.max_position_embeddings;
+    CHECK_GE(r.first, 0);
+    const int64_t count = std::min<int64_t>(static_cast<int64_t>(r.features.size()) / hidden,
+                                            std::max<int64_t>(0, last - r.first));
     // Two entries of one slot may meet in a ring entry: write them one after the other.
     if (std::find(slot.begin(), slot.end(), r.slot) != slot.end()) flush();
     // Rows that the same call pushes out of the window again are never written.
@@ -184,62 +192,76 @@ void DrafterImpl::Append(const std::vector<uint16_t>& features, const std::vecto
 void DrafterImpl::Draft(absl::Span<const DraftBlock> blocks, int k, DraftCandidates* out) {
   out->positions = config_.draft_len();
   out->k = std::clamp(k, 0, std::min(kMaxCandidates, config_.vocab_size));
-  const int64_t per_block = static_cast<int64_t>(out->positions) * out->k;
-  out->tokens.resize(blocks.size() * per_block);
-  out->log_probs.resize(blocks.size() * per_block);
+  const size_t per_block = static_cast<size_t>(out->positions) * out->k;
+  out->tokens.assign(blocks.size() * per_block, 0);
+  out->log_probs.assign(blocks.size() * per_block, -std::numeric_limits<float>::infinity());
   if (out->k == 0) return;
-  for (size_t begin = 0; begin < blocks.size(); begin += kMaxBlocks) {
-    const auto some = blocks.subspan(begin, kMaxBlocks);
-    std::vector<int32_t> token, position, slot, context_begin, context_end, rows;
-    for (const DraftBlock& block : some) {
-      CHECK(block.slot >= 0 && block.slot < options_.slots) << "slot " << block.slot;
-      CHECK(block.anchor >= 0 && block.anchor < config_.vocab_size) << "anchor " << block.anchor;
-      CHECK(block.base_len >= 0 && block.base_len + config_.block_size <= positions())
-          << "base_len " << block.base_len;
-      slot.push_back(block.slot);
-      context_begin.push_back(static_cast<int32_t>(std::clamp<int64_t>(
-          block.context_begin, std::max<int64_t>(0, block.base_len - options_.window),
-          block.base_len)));
-      context_end.push_back(static_cast<int32_t>(block.base_len));
-      for (int i = 0; i < config_.block_size; ++i) {
-        if (i > 0) rows.push_back(static_cast<int32_t>(token.size()));
-        token.push_back(i == 0 ? block.anchor : config_.mask_token_id);
-        position.push_back(static_cast<int32_t>(block.base_len + i));
-      }
-    }
-    group_->Run([&](int rank) {
-      kernels::Ops& ops = group_->ops(rank);
-      Rank& r = ranks_[rank];
-      r.model->Forward({.blocks = static_cast<int>(some.size()),
-                        .block_size = config_.block_size,
-                        .token = Index(rank, 0, token),
-                        .position = Index(rank, 1, position),
-                        .slot = Index(rank, 2, slot),
-                        .context_begin = Index(rank, 3, context_begin),
-                        .context_end = Index(rank, 4, context_end)});
-      const int64_t count = static_cast<int64_t>(rows.size());
-      const Tensor logits = r.logits.view.Rows(0, count);
-      r.model->Logits(Index(rank, 0, rows), logits);
-      if (rank == 0) {
-        // The first count * k values of each array, so that one download fetches them.
-        const auto packed = [&](const DeviceTensor& array) {
-          return Tensor{.data = array.view.data,
-                        .dtype = array.view.dtype,
-                        .rows = count,
-                        .cols = out->k,
-                        .stride = out->k};
-        };
-        const Tensor ids = packed(r.ids);
-        const Tensor log_probs = packed(r.log_probs);
-        ops.TopKLogProbs(logits, out->k, ids, log_probs);
-        const int64_t offset = static_cast<int64_t>(begin) * per_block;
-        ops.Download(ids.data, out->tokens.data() + offset, count * out->k * sizeof(int32_t));
-        ops.Download(log_probs.data, out->log_probs.data() + offset,
-                     count * out->k * sizeof(float));
-      }
-      ops.Synchronize();
-    });
+  std::vector<size_t> possible;
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    CHECK_GE(blocks[i].base_len, 0);
+    if (blocks[i].base_len < target_config_.max_position_embeddings) possible.push_back(i);
   }
+  for (size_t begin = 0; begin < possible.size(); begin += kMaxBlocks) {
+    const auto batch = absl::MakeConstSpan(possible).subspan(begin, kMaxBlocks);
+    std::vector<DraftBlock> some;
+    for (const size_t i : batch) some.push_back(blocks[i]);
+    const Candidates found = DraftSome(some, out->k);
+    for (size_t i = 0; i < batch.size(); ++i) {
+      std::copy_n(found.tokens.data() + i * per_block, per_block,
+                  out->tokens.data() + batch[i] * per_block);
+      std::copy_n(found.log_probs.data() + i * per_block, per_block,
+                  out->log_probs.data() + batch[i] * per_block);
+    }
+  }
+}
+
+DrafterImpl::Candidates DrafterImpl::DraftSome(absl::Span<const DraftBlock> blocks, int k) {
+  std::vector<int32_t> token, position, slot, context_begin, context_end, rows;
+  for (const DraftBlock& block : blocks) {
+    CHECK(block.slot >= 0 && block.slot < options_.slots) << "slot " << block.slot;
+    CHECK(block.anchor >= 0 && block.anchor < config_.vocab_size) << "anchor " << block.anchor;
+    const int64_t kept = std::max<int64_t>(0, block.base_len - options_.window);
+    slot.push_back(block.slot);
+    context_begin.push_back(
+        static_cast<int32_t>(std::clamp<int64_t>(block.context_begin, kept, block.base_len)));
+    context_end.push_back(static_cast<int32_t>(block.base_len));
+    for (int i = 0; i < config_.block_size; ++i) {
+      if (i > 0) rows.push_back(static_cast<int32_t>(token.size()));
+      token.push_back(i == 0 ? block.anchor : config_.mask_token_id);
+      position.push_back(static_cast<int32_t>(block.base_len + i));
+    }
+  }
+  const int64_t count = static_cast<int64_t>(rows.size());
+  Candidates found{.tokens = std::vector<int32_t>(count * k),
+                   .log_probs = std::vector<float>(count * k)};
+  group_->Run([&](int rank) {
+    kernels::Ops& ops = group_->ops(rank);
+    Rank& r = ranks_[rank];
+    r.model->Forward({.blocks = static_cast<int>(blocks.size()),
+                      .block_size = config_.block_size,
+                      .token = Index(rank, 0, token),
+                      .position = Index(rank, 1, position),
+                      .slot = Index(rank, 2, slot),
+                      .context_begin = Index(rank, 3, context_begin),
+                      .context_end = Index(rank, 4, context_end)});
+    const Tensor logits = r.logits.view.Rows(0, count);
+    r.model->Logits(Index(rank, 0, rows), logits);
+    if (rank == 0) {
+      // Rows side by side, so that one download fetches them.
+      const auto packed = [&](const DeviceTensor& array) {
+        return Tensor{.data = array.view.data,
+                      .dtype = array.view.dtype,
+                      .rows = count,
+                      .cols = k,
+                      .stride = k};
+      };
+      ops.TopKLogProbs(logits, k, packed(r.ids), packed(r.log_probs));
+      ops.Download(r.ids.view.data, found.tokens.data(), count * k * sizeof(int32_t));
+      ops.Download(r.log_probs.view.data, found.log_probs.data(), count * k * sizeof(float));
+    }
+    ops.Synchronize();
+  });
+  return found;
 }
 
 absl::Status CheckOptions(const DrafterOptions& options) {

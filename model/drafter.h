@@ -54,7 +54,11 @@ class Drafter {
   virtual const DraftConfig& config() const = 0;
   virtual uint64_t drafter_fingerprint() const = 0;    // equals the Target's of the same pair
   virtual uint64_t embedding_fingerprint() const = 0;  // equals the Target's of the same pair
+  // Rows at positions that the target does not have (max_position_embeddings and beyond) are
+  // ignored.
   virtual void AppendContext(absl::Span<const ContextRows> rows) = 0;
+  // k is cut to 64 and to the vocabulary.  A block whose anchor stands where the target has no
+  // position gets candidates of log-probability minus infinity, of which no tree is built.
   virtual void Draft(absl::Span<const DraftBlock> blocks, int k, DraftCandidates* out) = 0;
 };
 
