@@ -478,7 +478,7 @@ StepResult Engine::Execute(const Step& step) {
   return result;
 }
 
-void Engine::Resend(const std::string& drafter, uint64_t id, int64_t from) {
+void Engine::Resend(const std::string& drafter, uint64_t id, int64_t from, uint64_t request) {
   const auto it = sequences_.find(id);
   if (!sink_ || it == sequences_.end()) return;
   const Sequence& sequence = *it->second;
@@ -499,9 +499,9 @@ void Engine::Resend(const std::string& drafter, uint64_t id, int64_t from) {
     out.first = begin;
     out.count = end - begin;
     out.features = features_;
-    out.resent = true;
-    out.resent_all = end == sequence.committed;
-    if (out.resent_all && sequence.pending >= 0) out.pending = sequence.pending;
+    out.request = request;
+    out.answered = end == sequence.committed;
+    if (out.answered && sequence.pending >= 0) out.pending = sequence.pending;
     sink_->Append(drafter, out);
     begin = end;
   } while (begin < sequence.committed);

@@ -68,9 +68,9 @@ class Engine {
   void ReleaseAll();
 
   // Gives the sink the sequence's features from position `from` on (not older than the drafter's
-  // window), in parts, the last of them marked.  Nothing where the sequence has ended or its
+  // window), in parts marked with `request` (not 0).  Nothing where the sequence has ended or its
   // features go elsewhere: the sink has been told.
-  void Resend(const std::string& drafter, uint64_t sequence, int64_t from);
+  void Resend(const std::string& drafter, uint64_t sequence, int64_t from, uint64_t request);
 
   // While set, admissions are refused, UNAVAILABLE, with this sentence.
   void RefuseAdmissions(std::string why) { refuse_ = std::move(why); }

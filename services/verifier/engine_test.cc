@@ -42,8 +42,8 @@ class RecordingSink : public FeatureSink {
     ASSERT_EQ(rows.features.size(), static_cast<size_t>(rows.count) * kHidden);
     EXPECT_FALSE(released.count(rows.sequence)) << "features of a released sequence";
     std::vector<Got>& all = got[{drafter, rows.sequence}];
-    if (rows.resent) {
-      resent_all |= rows.resent_all;
+    if (rows.request != 0) {
+      answered = rows.answered ? rows.request : 0;
       all.push_back(
           {rows.first, {rows.features.begin(), rows.features.end()}, rows.pending, false});
       return;
@@ -60,7 +60,7 @@ class RecordingSink : public FeatureSink {
   void Flush() override { ++flushes; }
 
   int64_t window = 4096;
-  bool resent_all = false;
+  uint64_t answered = 0;
   int flushes = 0;
   std::set<std::string> connected;
   std::map<std::pair<std::string, uint64_t>, std::vector<Got>> got;
@@ -532,21 +532,21 @@ TEST(Engine, FeaturesFollowThePathWithTheBonusBesideThem) {
   for (const RecordingSink::Got& rows : got) check(rows);
 
   // Asked again, within the window.
-  bench.engine->Resend("drafter:1", 1, 0);
+  bench.engine->Resend("drafter:1", 1, 0, 5);
   ASSERT_THAT(got, SizeIs(4));
   EXPECT_EQ(got[3].first, 5);
   EXPECT_EQ(got[3].end(), 10);
   EXPECT_EQ(got[3].pending, t[3]);
   check(got[3]);
-  EXPECT_TRUE(bench.sink.resent_all);
+  EXPECT_EQ(bench.sink.answered, 5u);
   // Asked for what is not there yet: an empty answer with the pending token.
-  bench.engine->Resend("drafter:1", 1, 100);
+  bench.engine->Resend("drafter:1", 1, 100, 6);
   ASSERT_THAT(got, SizeIs(5));
   EXPECT_EQ(got[4].first, 10);
   EXPECT_EQ(got[4].end(), 10);
   // Nobody's business.
-  bench.engine->Resend("drafter:2", 1, 0);
-  bench.engine->Resend("drafter:1", 2, 0);
+  bench.engine->Resend("drafter:2", 1, 0, 7);
+  bench.engine->Resend("drafter:1", 2, 0, 8);
   EXPECT_THAT(got, SizeIs(5));
 
   Step step;

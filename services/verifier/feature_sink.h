@@ -18,9 +18,9 @@ struct FeatureRows {
   absl::Span<const uint16_t> features;  // bf16 [count, hidden_size], valid during the call
   std::optional<int32_t> pending;       // the token at position first + count, where it is known
   bool draft_ahead = false;
-  // Part of the answer to a request to send again; the answer's last part has `resent_all`.
-  bool resent = false;
-  bool resent_all = false;
+  // Not 0: part of the answer to this request to send again, the last of it where `answered`.
+  uint64_t request = 0;
+  bool answered = false;
 };
 
 // Called by the step loop's thread alone; must not block.  Rows of a sequence come in order and

@@ -21,7 +21,9 @@ StepLoop::StepLoop(std::unique_ptr<Engine> engine, const StepLoopOptions& option
   Publish();
 }
 
-StepLoop::~StepLoop() {
+StepLoop::~StepLoop() { Stop(); }
+
+void StepLoop::Stop() {
   queue_.Close();
   if (thread_.joinable()) thread_.join();
 }
@@ -141,8 +143,9 @@ void StepLoop::Close(uint64_t session, bool clean) {
   });
 }
 
-void StepLoop::Resend(const std::string& drafter, uint64_t sequence, int64_t from) {
-  queue_.Push([this, drafter, sequence, from] { engine_->Resend(drafter, sequence, from); });
+void StepLoop::Resend(const std::string& drafter, uint64_t sequence, int64_t from,
+                      uint64_t request) {
+  queue_.Push([=, this] { engine_->Resend(drafter, sequence, from, request); });
 }
 
 void StepLoop::Drain(const std::string& why) {

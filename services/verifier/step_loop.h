@@ -52,7 +52,7 @@ class StepLoop {
   // `clock` must outlive this.
   StepLoop(std::unique_ptr<Engine> engine, const StepLoopOptions& options,
            const Clock* clock = Clock::Real());
-  // Stops the thread after the step that runs.
+  // As Stop.
   ~StepLoop();
 
   // Starts the thread.  Without it, tests call Turn.
@@ -68,9 +68,12 @@ class StepLoop {
   // broke (everything is kept for a while).
   void Close(uint64_t session, bool clean);
   // See Engine::Resend.
-  void Resend(const std::string& drafter, uint64_t sequence, int64_t from);
+  void Resend(const std::string& drafter, uint64_t sequence, int64_t from, uint64_t request);
   // Refuses admissions from now on, and once no sequence is left, ends the stream, UNAVAILABLE.
   void Drain(const std::string& why);
+
+  // Ends the thread after what is in the queue; what is asked later goes nowhere.
+  void Stop();
 
   LoopSnapshot snapshot() const;
   const Heartbeat& heartbeat() const { return heartbeat_; }

@@ -276,7 +276,7 @@ TEST(StepLoop, ThreadsComeAndGo) {
   std::thread watcher([&] {
     while (!stop) {
       EXPECT_EQ(bench.loop->snapshot().pool.leaked_pages, 0);
-      bench.loop->Resend("nowhere", 1, 0);
+      bench.loop->Resend("nowhere", 1, 0, 1);
       std::this_thread::sleep_for(milliseconds(1));
     }
   });

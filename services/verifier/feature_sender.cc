@@ -1,0 +1,525 @@
+#include "services/verifier/feature_sender.h"
+
+#include <grpcpp/alarm.h>
+#include <grpcpp/grpcpp.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "coppice/v1/drafter.grpc.pb.h"
+#include "glog/logging.h"
+#include "services/common/channel.h"
+#include "services/common/stream_writer.h"
+
+namespace coppice::verifier {
+namespace {
+
+// Before a drafter has told its window.
+constexpr int64_t kDefaultWindow = 4096;
+// Sequences that are being sent again at once.
+constexpr int kMaxRequests = 4;
+// A gap reported again so soon after it was filled is an old report.
+constexpr std::chrono::milliseconds kGapPause{50};
+// Released ids that wait for a drafter that does not read; beyond, the stream is cut instead, which
+// releases all.
+constexpr size_t kMaxReleased = 1 << 16;
+constexpr size_t kMaxPeers = 64;
+constexpr std::chrono::seconds kInfoDeadline{3};
+constexpr std::chrono::milliseconds kCloseLimit{300};
+
+using Lock = std::unique_lock<std::mutex>;
+
+}  // namespace
+
+struct FeatureSender::Shared {
+  FeatureSenderOptions options;
+  ResendRequest resend;
+  FeatureCounters counters;
+};
+
+// One AppendContext stream, from its call to its end.
+class FeatureSender::Stream : public grpc::ClientBidiReactor<v1::ContextBatch, v1::ContextAck>,
+                              public std::enable_shared_from_this<FeatureSender::Stream> {
+ public:
+  Stream(std::shared_ptr<Peer> peer, size_t max_bytes) : peer_(std::move(peer)) {
+    StreamWriter<v1::ContextBatch>::Options options;
+    options.max_bytes = max_bytes;
+    writer_ = std::make_shared<StreamWriter<v1::ContextBatch>>(
+        [this](const v1::ContextBatch& batch) { StartWrite(&batch); }, std::move(options));
+  }
+
+  void Begin(v1::Drafter::Stub* stub, v1::ContextBatch hello) {
+    self_ = shared_from_this();
+    stub->async()->AppendContext(&context_, this);
+    AddHold();  // for writes from outside reactions; dropped by End and Close
+    StartRead(&ack_);
+    StartCall();
+    writer_->Write(std::move(hello));
+  }
+  // Thread-safe; goes nowhere once the stream is over.
+  void Write(v1::ContextBatch batch) { writer_->Write(std::move(batch)); }
+  size_t queued_bytes() const { return writer_->bytes(); }
+  void Close() {
+    writer_->Finish([this] {
+      StartWritesDone();
+      RemoveHold();
+    });
+  }
+  void Cancel() { context_.TryCancel(); }
+
+  void OnReadDone(bool ok) override;
+  void OnWriteDone(bool ok) override;
+  void OnDone(const grpc::Status& status) override;
+
+ private:
+  void End() {
+    writer_->FinishNow([this] { RemoveHold(); });
+  }
+
+  const std::shared_ptr<Peer> peer_;
+  grpc::ClientContext context_;
+  std::shared_ptr<StreamWriter<v1::ContextBatch>> writer_;
+  v1::ContextAck ack_;
+  std::shared_ptr<Stream> self_;
+};
+
+// One drafter: its connection, and what is known of each of its sequences.
+//
+// A sequence is `missing` from the moment rows of it could not be sent until the answer to a
+// request to send them again is complete; rows that come meanwhile are in that answer and are
+// dropped.  Requests and rows both pass through the step loop, so their order is one order.
+class FeatureSender::Peer : public std::enable_shared_from_this<FeatureSender::Peer> {
+ public:
+  Peer(std::string address, std::shared_ptr<Shared> shared)
+      : address_(std::move(address)), shared_(std::move(shared)), retry_(options().first_retry) {
+    ChannelOptions channel;
+    channel.max_message_bytes = kFeatureMessageBytes;
+    channel.own_connection = true;
+    stub_ = v1::Drafter::NewStub(MakeChannel(address_, channel));
+  }
+
+  // ---- From the step loop's thread.
+  void Connect() {
+    Lock lock(mutex_);
+    wanted_ = true;
+    if (phase_ == Phase::kIdle) Ask(&lock);
+  }
+  int64_t window() const { return window_.load(std::memory_order_relaxed); }
+  void Append(const FeatureRows& rows);
+  void Release(uint64_t sequence);
+  void Flush();
+  // Nothing is sent or awaited: the peer can be forgotten.
+  bool Unused() {
+    Lock lock(mutex_);
+    return sequences_.empty() && phase_ != Phase::kOpen;
+  }
+
+  void Stop();
+  void WaitStopped();
+
+  // ---- From the stream.
+  void OnAck(const Stream* stream, const v1::ContextAck& ack);
+  void OnWritten(const Stream* stream);
+  void OnStreamDone(const Stream* stream, const grpc::Status& status);
+
+ private:
+  enum class Phase { kIdle, kAsking, kOpen, kWaiting };
+  struct State {
+    int64_t sent_len = 0;  // rows up to here were queued on this stream
+    std::optional<int64_t> need_from;
+    bool missing = false;
+    uint64_t request = 0;  // under way; 0: none
+    bool no_slot = false;
+    TimePoint answered{};
+    int64_t answered_from = -1;
+  };
+  struct InfoCall {
+    grpc::ClientContext context;
+    v1::GetDrafterInfoRequest request;
+    v1::DrafterInfo reply;
+  };
+  struct Request {
+    uint64_t sequence;
+    int64_t from;
+    uint64_t request;
+  };
+
+  const FeatureSenderOptions& options() const { return shared_->options; }
+  bool Interesting() const { return wanted_ || !sequences_.empty(); }
+  // Calls GetInfo, without the lock meanwhile.
+  void Ask(Lock* lock);
+  void OnInfo(const grpc::Status& status, const v1::DrafterInfo& info);
+  // After a failure, with the lock.
+  void Retry(const grpc::Status& status);
+  void OnAlarm();
+  void WriteBatch(Lock* lock);
+  // Which sequences to send again now.
+  std::vector<Request> NextRequests();
+  void Send(const std::vector<Request>& requests) {
+    for (const Request& r : requests) shared_->resend(address_, r.sequence, r.from, r.request);
+  }
+  void SetMissing(State* state, std::optional<int64_t> need_from) {
+    if (!state->missing) ++missing_;
+    if (state->request != 0) --requests_;
+    state->missing = true;
+    state->request = 0;
+    state->need_from = need_from;
+  }
+  void Forget(const State& state) {
+    if (state.missing) --missing_;
+    if (state.request != 0) --requests_;
+  }
+
+  const std::string address_;
+  const std::shared_ptr<Shared> shared_;
+  std::unique_ptr<v1::Drafter::Stub> stub_;
+  std::atomic<int64_t> window_{kDefaultWindow};
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool stopping_ = false;
+  Phase phase_ = Phase::kIdle;
+  bool wanted_ = false;
+  bool reported_ = false;  // that it is away
+  std::chrono::milliseconds retry_;
+  std::unique_ptr<grpc::Alarm> alarm_;   // while kWaiting
+  std::shared_ptr<InfoCall> info_call_;  // while kAsking
+  std::shared_ptr<Stream> stream_;       // while kOpen
+  absl::flat_hash_map<uint64_t, State> sequences_;
+  int missing_ = 0;   // of them
+  int requests_ = 0;  // of them with a request under way
+  uint64_t last_request_ = 0;
+  v1::ContextBatch batch_;  // of this step
+  size_t batch_bytes_ = 0;
+  std::vector<uint64_t> released_;  // not sent yet
+};
+
+// ---- Stream
+// --------------------------------------------------------------------------------------
+
+void FeatureSender::Stream::OnReadDone(bool ok) {
+  if (!ok) return End();
+  peer_->OnAck(this, ack_);
+  StartRead(&ack_);
+}
+
+void FeatureSender::Stream::OnWriteDone(bool ok) {
+  writer_->OnWriteDone(ok);
+  if (!ok) return End();
+  peer_->OnWritten(this);
+}
+
+void FeatureSender::Stream::OnDone(const grpc::Status& status) {
+  peer_->OnStreamDone(this, status);
+  const std::shared_ptr<Stream> self = std::move(self_);
+}
+
+// ---- Connection
+// ----------------------------------------------------------------------------------
+
+void FeatureSender::Peer::Ask(Lock* lock) {
+  phase_ = Phase::kAsking;
+  auto call = std::make_shared<InfoCall>();
+  call->context.set_deadline(std::chrono::system_clock::now() + kInfoDeadline);
+  info_call_ = call;
+  lock->unlock();
+  stub_->async()->GetInfo(&call->context, &call->request, &call->reply,
+                          [self = shared_from_this(), call](grpc::Status status) {
+                            self->OnInfo(status, call->reply);
+                          });
+  lock->lock();
+}
+
+void FeatureSender::Peer::OnInfo(const grpc::Status& status, const v1::DrafterInfo& info) {
+  Lock lock(mutex_);
+  info_call_.reset();
+  if (!status.ok() || stopping_) return Retry(status);
+  if (info.window() > 0) window_ = info.window();
+  auto stream = std::make_shared<Stream>(shared_from_this(), options().max_queued_bytes);
+  phase_ = Phase::kOpen;
+  stream_ = stream;
+  v1::ContextBatch hello;
+  hello.mutable_hello()->set_verifier_epoch(options().verifier_epoch);
+  hello.mutable_hello()->set_verifier(options().verifier);
+  hello.mutable_hello()->set_drafter_fingerprint(options().drafter_fingerprint);
+  hello.mutable_hello()->set_embedding_fingerprint(options().embedding_fingerprint);
+  hello.mutable_hello()->set_hidden_size(options().hidden_size);
+  // With the lock, so that no row overtakes the hello; a stream never calls back from here.
+  stream->Begin(stub_.get(), std::move(hello));
+  ++shared_->counters.connections;
+  ++shared_->counters.streams;
+  const std::vector<Request> requests = NextRequests();
+  lock.unlock();
+  Send(requests);
+}
+
+void FeatureSender::Peer::OnStreamDone(const Stream* stream, const grpc::Status& status) {
+  Lock lock(mutex_);
+  if (stream_.get() != stream) return;
+  stream_.reset();
+  --shared_->counters.streams;
+  // The drafter has freed all that came by this stream.
+  batch_.Clear();
+  batch_bytes_ = 0;
+  released_.clear();
+  for (auto& [id, state] : sequences_) {
+    SetMissing(&state, std::nullopt);
+    state.sent_len = 0;
+    state.no_slot = false;
+    state.answered_from = -1;
+  }
+  Retry(status);
+}
+
+void FeatureSender::Peer::Retry(const grpc::Status& status) {
+  const bool refused = status.error_code() == grpc::StatusCode::FAILED_PRECONDITION ||
+                       status.error_code() == grpc::StatusCode::INVALID_ARGUMENT ||
+                       status.error_code() == grpc::StatusCode::UNIMPLEMENTED;
+  if (stopping_ || !Interesting()) {
+    phase_ = Phase::kIdle;
+    changed_.notify_all();
+    return;
+  }
+  if (!reported_) {
+    LOG(WARNING) << "drafter " << address_ << (refused ? " refuses" : " is away")
+                 << ", its sequences go on undrafted: " << status.error_message();
+    reported_ = true;
+  }
+  phase_ = Phase::kWaiting;
+  const std::chrono::milliseconds pause = refused ? options().refused_retry : retry_;
+  retry_ = std::min(retry_ * 2, options().longest_retry);
+  alarm_ = std::make_unique<grpc::Alarm>();
+  alarm_->Set(std::chrono::system_clock::now() + pause,
+              [self = shared_from_this()](bool) { self->OnAlarm(); });
+}
+
+void FeatureSender::Peer::OnAlarm() {
+  Lock lock(mutex_);
+  // An alarm keeps its callback, which keeps this.
+  const std::unique_ptr<grpc::Alarm> fired = std::move(alarm_);
+  if (!stopping_ && Interesting()) return Ask(&lock);
+  phase_ = Phase::kIdle;
+  changed_.notify_all();
+}
+
+void FeatureSender::Peer::Stop() {
+  Lock lock(mutex_);
+  stopping_ = true;
+  if (alarm_) alarm_->Cancel();
+  if (info_call_) info_call_->context.TryCancel();
+  const std::shared_ptr<Stream> stream = stream_;
+  lock.unlock();
+  if (stream) stream->Close();
+}
+
+void FeatureSender::Peer::WaitStopped() {
+  Lock lock(mutex_);
+  const auto stopped = [&] { return phase_ == Phase::kIdle; };
+  if (changed_.wait_for(lock, kCloseLimit, stopped)) return;
+  if (stream_) stream_->Cancel();
+  changed_.wait(lock, stopped);
+}
+
+// ---- Rows
+// ----------------------------------------------------------------------------------------
+
+void FeatureSender::Peer::Append(const FeatureRows& rows) {
+  Lock lock(mutex_);
+  if (stopping_) return;
+  const auto [it, fresh] = sequences_.try_emplace(rows.sequence);
+  State& state = it->second;
+  if (fresh) state.sent_len = rows.first;
+  if (rows.request != 0) {
+    if (state.request != rows.request) return;  // asked by a stream that is no more
+    if (rows.answered) {
+      Forget(state);
+      state.missing = false;
+      state.request = 0;
+      state.answered = std::chrono::steady_clock::now();
+    }
+  } else if (phase_ != Phase::kOpen || state.missing || state.no_slot) {
+    if (phase_ != Phase::kOpen && !state.missing) SetMissing(&state, std::nullopt);
+    shared_->counters.dropped += rows.count;
+    if (phase_ == Phase::kIdle) Ask(&lock);
+    return;
+  }
+  if (rows.count == 0) return;
+  state.sent_len = rows.first + rows.count;
+  shared_->counters.rows += rows.count;
+  v1::ContextRows* out = batch_.add_rows();
+  out->set_sequence(rows.sequence);
+  out->set_first(rows.first);
+  out->set_count(rows.count);
+  const size_t bytes = rows.features.size() * sizeof(uint16_t);
+  out->set_features(rows.features.data(), bytes);
+  if (rows.pending) out->set_pending_token(*rows.pending);
+  out->set_draft_ahead(rows.draft_ahead);
+  batch_bytes_ += bytes + 64;
+  if (batch_bytes_ >= options().message_bytes) WriteBatch(&lock);
+}
+
+void FeatureSender::Peer::Release(uint64_t sequence) {
+  Lock lock(mutex_);
+  const auto it = sequences_.find(sequence);
+  if (it != sequences_.end()) {
+    Forget(it->second);
+    sequences_.erase(it);
+    if (phase_ == Phase::kOpen) released_.push_back(sequence);
+  }
+  if (sequences_.empty()) wanted_ = false;
+}
+
+// Only the step loop's thread queues rows, so the room it sees here cannot shrink.
+void FeatureSender::Peer::WriteBatch(Lock* lock) {
+  if (phase_ != Phase::kOpen) return;
+  v1::ContextBatch batch;
+  batch.Swap(&batch_);
+  const size_t bytes = std::exchange(batch_bytes_, 0);
+  const size_t queued = stream_->queued_bytes();
+  if (queued > 0 && queued + bytes + released_.size() * 9 > options().max_queued_bytes) {
+    for (const v1::ContextRows& rows : batch.rows()) {
+      shared_->counters.dropped += rows.count();
+      const auto it = sequences_.find(rows.sequence());
+      if (it == sequences_.end()) continue;
+      State& state = it->second;
+      const int64_t first = static_cast<int64_t>(rows.first());
+      state.sent_len = std::min(state.sent_len, first);
+      SetMissing(&state, std::nullopt);
+    }
+    if (released_.size() > kMaxReleased) {
+      LOG(WARNING) << "drafter " << address_ << " does not read; connecting to it anew";
+      stream_->Cancel();
+    }
+    return;
+  }
+  // After the rows, and after all rows of earlier messages.
+  for (const uint64_t sequence : released_) batch.add_released(sequence);
+  released_.clear();
+  const std::shared_ptr<Stream> stream = stream_;
+  lock->unlock();
+  stream->Write(std::move(batch));
+  lock->lock();
+}
+
+void FeatureSender::Peer::Flush() {
+  Lock lock(mutex_);
+  if (batch_.rows_size() > 0 || !released_.empty()) WriteBatch(&lock);
+  const std::vector<Request> requests = NextRequests();
+  lock.unlock();
+  Send(requests);
+}
+
+std::vector<FeatureSender::Peer::Request> FeatureSender::Peer::NextRequests() {
+  std::vector<Request> requests;
+  if (stopping_ || phase_ != Phase::kOpen || missing_ == requests_ || requests_ >= kMaxRequests ||
+      stream_->queued_bytes() > options().max_queued_bytes / 8) {
+    return requests;
+  }
+  for (auto& [id, state] : sequences_) {
+    if (!state.missing || state.request != 0 || state.no_slot) continue;
+    state.request = ++last_request_;
+    state.answered_from = state.need_from.value_or(state.sent_len);
+    requests.push_back({id, state.answered_from, state.request});
+    ++shared_->counters.resends;
+    if (++requests_ >= kMaxRequests) break;
+  }
+  return requests;
+}
+
+void FeatureSender::Peer::OnWritten(const Stream* stream) {
+  Lock lock(mutex_);
+  if (stream_.get() != stream) return;
+  v1::ContextBatch batch;
+  // What was held back while the queue was full.  (Rows of these sequences may still be in the
+  // batch that the step loop is filling; they then leave with it.)
+  if (batch_.rows_size() == 0 && stream_->queued_bytes() < options().max_queued_bytes / 2) {
+    for (const uint64_t sequence : released_) batch.add_released(sequence);
+    released_.clear();
+  }
+  const std::vector<Request> requests = NextRequests();
+  const std::shared_ptr<Stream> current = stream_;
+  lock.unlock();
+  if (batch.released_size() > 0) current->Write(std::move(batch));
+  Send(requests);
+}
+
+void FeatureSender::Peer::OnAck(const Stream* stream, const v1::ContextAck& ack) {
+  Lock lock(mutex_);
+  if (stream_.get() != stream) return;
+  // Only now is it certain that the drafter did not refuse the hello.
+  if (reported_) LOG(INFO) << "drafter " << address_ << " is back";
+  reported_ = false;
+  retry_ = options().first_retry;
+  for (const v1::ContextAck::Entry& entry : ack.entries()) {
+    const auto it = sequences_.find(entry.sequence());
+    if (it == sequences_.end()) continue;
+    State& state = it->second;
+    if (entry.no_slot()) state.no_slot = true;
+    if (!entry.has_need_from()) continue;
+    state.no_slot = false;
+    if (state.missing) continue;  // will be sent again anyway
+    const int64_t from =
+        static_cast<int64_t>(std::min<uint64_t>(entry.need_from(), uint64_t{1} << 40));
+    if (from == state.answered_from &&
+        std::chrono::steady_clock::now() - state.answered < kGapPause) {
+      continue;
+    }
+    SetMissing(&state, from);
+  }
+  const std::vector<Request> requests = NextRequests();
+  lock.unlock();
+  Send(requests);
+}
+
+// ---- FeatureSender
+// -------------------------------------------------------------------------------
+
+FeatureSender::FeatureSender(const FeatureSenderOptions& options, ResendRequest resend)
+    : shared_(std::make_shared<Shared>()) {
+  shared_->options = options;
+  shared_->resend = std::move(resend);
+}
+
+FeatureSender::~FeatureSender() { Shutdown(); }
+
+const FeatureCounters& FeatureSender::counters() const { return shared_->counters; }
+
+std::shared_ptr<FeatureSender::Peer> FeatureSender::Find(const std::string& drafter) {
+  std::shared_ptr<Peer>& peer = peers_[drafter];
+  if (!peer) peer = std::make_shared<Peer>(drafter, shared_);
+  return peer;
+}
+
+void FeatureSender::Connect(const std::string& drafter) { Find(drafter)->Connect(); }
+
+int64_t FeatureSender::Window(const std::string& drafter) { return Find(drafter)->window(); }
+
+void FeatureSender::Append(const std::string& drafter, const FeatureRows& rows) {
+  Find(drafter)->Append(rows);
+}
+
+void FeatureSender::Release(const std::string& drafter, uint64_t sequence) {
+  const auto it = peers_.find(drafter);
+  if (it == peers_.end()) return;
+  it->second->Release(sequence);
+  // Addresses that answer nobody are not kept for ever.
+  if (peers_.size() > kMaxPeers && it->second->Unused()) {
+    it->second->Stop();
+    peers_.erase(it);
+  }
+}
+
+void FeatureSender::Flush() {
+  for (const auto& [address, peer] : peers_) peer->Flush();
+}
+
+void FeatureSender::Shutdown() {
+  for (const auto& [address, peer] : peers_) peer->Stop();
+  for (const auto& [address, peer] : peers_) peer->WaitStopped();
+}
+
+}  // namespace coppice::verifier
