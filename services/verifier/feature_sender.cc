@@ -460,11 +460,11 @@ void FeatureSender::Peer::OnAck(const Stream* stream, const v1::ContextAck& ack)
     State& state = it->second;
     if (entry.no_slot()) state.no_slot = true;
     if (!entry.has_need_from()) continue;
-    state.no_slot = false;
+    const bool had_no_slot = std::exchange(state.no_slot, false);
     if (state.missing) continue;  // will be sent again anyway
     const int64_t from =
         static_cast<int64_t>(std::min<uint64_t>(entry.need_from(), uint64_t{1} << 40));
-    if (from == state.answered_from &&
+    if (!had_no_slot && from == state.answered_from &&
         std::chrono::steady_clock::now() - state.answered < kGapPause) {
       continue;
     }

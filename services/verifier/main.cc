@@ -77,7 +77,7 @@ absl::StatusOr<std::unique_ptr<Target>> LoadTarget(const Flags& flags, ShutdownS
   LOG(INFO) << "loading " << flags.model << " and "
             << (options.drafter_dir.empty() ? "no drafter" : options.drafter_dir) << "; pool of "
             << *pages - 1 << " pages of " << flags.page_size << " tokens, " << bytes_per_token
-            << " bytes each";
+            << " bytes a token";
   int64_t last_tenth = 0;
   options.progress = [&last_tenth, signals](int64_t done, int64_t all) {
     // A long load can be given up.

@@ -3,7 +3,13 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <memory>
 #include <string>
@@ -35,6 +41,71 @@ bool Eventually(Condition condition) {
   }
   return true;
 }
+
+// A cable between a client and a server, to be cut.
+class Cable {
+ public:
+  explicit Cable(int server_port) : server_port_(server_port) {
+    listener_ = socket(AF_INET, SOCK_STREAM, 0);
+    sockaddr_in at = Loopback(0);
+    socklen_t size = sizeof at;
+    EXPECT_EQ(bind(listener_, reinterpret_cast<sockaddr*>(&at), size), 0);
+    EXPECT_EQ(listen(listener_, 1), 0);
+    getsockname(listener_, reinterpret_cast<sockaddr*>(&at), &size);
+    address_ = "127.0.0.1:" + std::to_string(ntohs(at.sin_port));
+    acceptor_ = std::thread([this] {
+      client_ = accept(listener_, nullptr, nullptr);
+      server_ = socket(AF_INET, SOCK_STREAM, 0);
+      sockaddr_in to = Loopback(server_port_);
+      EXPECT_EQ(connect(server_, reinterpret_cast<sockaddr*>(&to), sizeof to), 0);
+      std::thread back([this] { Relay(server_, client_); });
+      Relay(client_, server_);
+      back.join();
+      close(client_);
+      close(server_);
+    });
+  }
+  ~Cable() {
+    Cut();
+    acceptor_.join();
+    close(listener_);
+  }
+  const std::string& address() const { return address_; }
+  // As when the machine at one end loses its power, but noticed at once.
+  void Cut() {
+    for (const int fd : {client_.load(), server_.load()}) {
+      if (fd >= 0) shutdown(fd, SHUT_RDWR);
+    }
+  }
+
+ private:
+  static sockaddr_in Loopback(int port) {
+    sockaddr_in at = {};
+    at.sin_family = AF_INET;
+    at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    at.sin_port = htons(static_cast<uint16_t>(port));
+    return at;
+  }
+  void Relay(int from, int to) {
+    char buffer[4096];
+    ssize_t n;
+    while ((n = read(from, buffer, sizeof buffer)) > 0) {
+      for (ssize_t sent = 0; sent < n;) {
+        const ssize_t w = send(to, buffer + sent, n - sent, MSG_NOSIGNAL);
+        if (w <= 0) break;
+        sent += w;
+      }
+    }
+    shutdown(to, SHUT_RDWR);
+  }
+
+  const int server_port_;
+  int listener_ = -1;
+  std::atomic<int> client_{-1};
+  std::atomic<int> server_{-1};
+  std::string address_;
+  std::thread acceptor_;
+};
 
 struct Bench {
   Bench() {
@@ -229,6 +300,28 @@ TEST(VerifierService, TheStreamIsTheLease) {
   EXPECT_EQ(bench.loop->snapshot().pool.free_pages, 64);
   other.call->WritesDone();
   EXPECT_TRUE(other.End().ok());
+}
+
+TEST(VerifierService, ABrokenConnectionIsABreakNotAnEnd) {
+  Bench bench;
+  bench.Ready();
+  for (int i = 0; i < 10; ++i) {
+    Cable cable(bench.server->port());
+    ChannelOptions options;
+    options.own_connection = true;
+    auto stub = v1::Verifier::NewStub(MakeChannel(cable.address(), options));
+    Router north(stub.get(), "north", 7);
+    const v1::StepResult hello = north.Read();
+    ASSERT_TRUE(north.read);
+    EXPECT_THAT(hello.resumed(), SizeIs(i));
+    v1::StepRequest request;
+    AddAdmit(&request, 100 + i);
+    north.call->Write(request);
+    north.Read();
+    cable.Cut();
+    EXPECT_EQ(north.End().error_code(), grpc::StatusCode::UNAVAILABLE);
+  }
+  EXPECT_EQ(bench.loop->snapshot().owner, "north");
 }
 
 TEST(VerifierService, TheFirstMessageIsAHelloAndNothingElse) {
