@@ -144,15 +144,15 @@ TEST(SampleToken, SeedsAndPositionsAreIndependent) {
   const std::vector<float> logits = {0, 0, 0, 0};
   std::vector<int> over_seeds(4, 0);
   std::vector<int> pairs(16, 0);
-  const int draws = 40000;
-  for (int i = 0; i < draws; ++i) {
+  constexpr int kDraws = 40000;
+  for (int i = 0; i < kDraws; ++i) {
     const SamplingParams params{.temperature = 1, .seed = static_cast<uint64_t>(i)};
     const int here = SampleToken(logits, params, 100);
     ++over_seeds[here];
     ++pairs[4 * here + SampleToken(logits, params, 101)];
   }
-  const auto p_value = [draws](const std::vector<int>& count) {
-    const double expected = static_cast<double>(draws) / static_cast<double>(count.size());
+  const auto p_value = [](const std::vector<int>& count) {
+    const double expected = static_cast<double>(kDraws) / static_cast<double>(count.size());
     double statistic = 0;
     for (const int c : count) statistic += (c - expected) * (c - expected) / expected;
     return ChiSquarePValue(statistic, static_cast<int>(count.size()) - 1);

@@ -59,8 +59,8 @@ class Finder {
                        " inputs; INT4 weights need a multiple of ", kGroup)));
       return matrix;
     }
-    matrix.weight = Get(packed, {{DType::kI32}}, {rows, cols / 8});
-    matrix.scales = Get(name + ".weight_scale", {{DType::kBF16}}, {rows, cols / kGroup});
+    matrix.weight = Get(packed, {DType::kI32}, {rows, cols / 8});
+    matrix.scales = Get(name + ".weight_scale", {DType::kBF16}, {rows, cols / kGroup});
     CheckShapeTensor(name + ".weight_shape", rows, cols);
     return matrix;
   }
@@ -119,7 +119,7 @@ class Finder {
   // The geometry is that of the packed words; a weight_shape that says otherwise is a broken file.
   void CheckShapeTensor(const std::string& name, int64_t rows, int64_t cols) {
     if (!checkpoint_.Contains(prefix_ + name)) return;
-    const TensorView tensor = Get(name, {{DType::kI32, DType::kI64}}, {2});
+    const TensorView tensor = Get(name, {DType::kI32, DType::kI64}, {2});
     if (!status_.ok()) return;
     int64_t found[2];
     if (tensor.dtype == DType::kI64) {
