@@ -37,9 +37,10 @@ MODELS = {
     "bf16": dict(num_hidden_layers=2, n_routed_experts=16, num_experts_per_tok=4, moe_intermediate_size=32,
                  n_group=4, topk_group=2, num_attention_heads=16, num_key_value_heads=16, kv_lora_rank=512,
                  qk_rope_head_dim=64, rope_scaling=yarn(32.0, 1.0, 1.0), max_position_embeddings=131072,
-                 rms_norm_eps=1e-6, bias=(0.3, 0.1), int4=False, wrapped=False),
+                 rms_norm_eps=1e-6, norm_topk_prob=False, n_shared_experts=2, bias=(0.3, 0.1), int4=False,
+                 wrapped=False),
     "experts384": dict(num_hidden_layers=2, n_routed_experts=384, num_experts_per_tok=8, moe_intermediate_size=32,
-                       rope_scaling=yarn(64.0, 32.0, 1.0), bias=(-1.5, 0.5), int4=True, wrapped=True),
+                       rope_scaling=yarn(64.0, 32.0, 1.0), rms_norm_eps=1e-3, bias=(-1.5, 0.5), int4=True, wrapped=True),
 }
 
 QUANTIZATION = {
@@ -168,7 +169,7 @@ def make_drafter(directory, target, taps, text, seed):
         "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": text["hidden_size"],
         "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2,
         "head_dim": 16, "vocab_size": text["vocab_size"], "hidden_act": "silu", "attention_bias": False,
-        "attention_dropout": 0.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144, "rope_theta": 50000.0,
+        "attention_dropout": 0.0, "rms_norm_eps": 1e-3, "max_position_embeddings": 262144, "rope_theta": 50000.0,
         "rope_scaling": yarn(64.0, 32.0, 1.0), "layer_types": ["full_attention"] * 2, "use_sliding_window": False,
         "tie_word_embeddings": False, "dtype": "bfloat16", "block_size": 8,
         "num_target_layers": text["num_hidden_layers"],
