@@ -14,7 +14,8 @@
 //     segments in order; rank r of R holds segments [r * 8 / R, (r + 1) * 8 / R).
 //   * Moe adds each chosen expert's 8 segments first, then the experts in slot order, then the
 //     shared expert.
-//   * Attention visits a row's visible tokens in position order, wherever they are stored.
+//   * Attention visits a row's visible tokens in position order, wherever they are stored; its
+//     running softmax is rescaled at every 64th of them.
 // A backend's fast mode may relax this; the CPU backend never does.
 #ifndef COPPICE_KERNELS_OPS_H_
 #define COPPICE_KERNELS_OPS_H_
@@ -282,7 +283,8 @@ class Ops {
                               const DraftBatch& batch, int layer, bool causal,
                               const GqaShape& shape, DraftCache cache, Tensor out) = 0;
   // Per row of logits the k largest in descending order (ties to the lower id) and their
-  // log-softmax. ids: i32 [rows, k]; log_probs: f32 [rows, k].
+  // log-softmax; id -1 and -infinity where a row has no k-th number.
+  // ids: i32 [rows, k]; log_probs: f32 [rows, k].
   virtual void TopKLogProbs(Tensor logits, int k, Tensor ids, Tensor log_probs) = 0;
 };
 

@@ -183,39 +183,31 @@ void CpuOps::HeadLinear(Tensor x, absl::Span<const std::unique_ptr<Matrix>> w, T
 }
 
 void CpuOps::RowLinear(Tensor x, const SegmentedMatrix& w, Tensor residual) {
-  const int64_t rows = residual.rows, cols = residual.cols;
-  CombineArgs combine;
+  const int64_t rows = residual.rows, cols = residual.cols, size = rows * cols;
   std::array<const float*, kSegments> segments;
-  combine.last.segments = segments.data();
-  combine.n = cols;
   if (ranks() == 1) {
-    float* sums = rows_.Get(rows * cols);
+    float* sums = rows_.Get(size);
     Product(x.f32(), x.stride, nullptr, rows, w, sums, cols);
-    combine.last.count = 1;
-    for (int64_t r = 0; r < rows; ++r) {
+    AddOverRanks(residual, [&](int64_t r, CombineArgs* args) {
       segments[0] = sums + r * cols;
-      combine.residual = Row(residual, r);
-      kernels_.combine(combine);
-    }
+      args->last = {segments.data(), 1};
+    });
     return;
   }
-  const int64_t size = rows * cols;
   float* mine = shared_scratch().Get(w.size() * size);
   for (size_t s = 0; s < w.size(); ++s) {
     Product(x.f32() + s * w[s]->inputs(), x.stride, nullptr, rows, *w[s], mine + s * size, cols,
             s + 1 < w.size() ? w[s + 1].get() : nullptr);
   }
   const HostCollective::All& all = Exchange({mine, nullptr});
-  combine.last.count = kSegments;
   const int per_rank = kSegments / ranks();
-  for (int64_t r = 0; r < rows; ++r) {
+  AddOverRanks(residual, [&](int64_t r, CombineArgs* args) {
     for (int s = 0; s < kSegments; ++s) {
       segments[s] =
           static_cast<const float*>(all[s / per_rank].data) + s % per_rank * size + r * cols;
     }
-    combine.residual = Row(residual, r);
-    kernels_.combine(combine);
-  }
+    args->last = {segments.data(), kSegments};
+  });
 }
 
 void CpuOps::AllGatherColumns(Tensor x, Tensor out) {
@@ -257,6 +249,7 @@ void CpuOps::ScatterRows(Tensor x, Tensor dst, Tensor out) {
 // --- candidates ---
 
 void CpuOps::TopKLogProbs(Tensor logits, int k, Tensor ids, Tensor log_probs) {
+  if (k <= 0) return;
   for (int64_t r = 0; r < logits.rows; ++r) {
     const float* x = Row(logits, r);
     int32_t* id = ids.i32() + r * ids.stride;

@@ -2,6 +2,7 @@
 #ifndef COPPICE_KERNELS_CPU_CPU_OPS_H_
 #define COPPICE_KERNELS_CPU_CPU_OPS_H_
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -83,6 +84,19 @@ class CpuOps : public Ops {
   // Memory that may be published with the next Exchange.
   Scratch<float>& shared_scratch() { return collective_.Memory(rank_); }
 
+  // residual[r] += what `terms_of(r, &args)` describes, for every row.  The terms lie in memory
+  // that all ranks read, so many rows are divided among the ranks, which then read each other's
+  // sums.
+  template <typename TermsOf>
+  void AddOverRanks(Tensor residual, TermsOf terms_of);
+
+  // The segments of one sum: already added up by the one rank that has the whole, or spread over
+  // the ranks.
+  struct Segments {
+    std::array<const float*, kSegments> of;
+    int count = 0;
+  };
+
   struct MoeChunk;
   // This rank's part of one chunk's expert and shared products, into memory that every rank then
   // reads.
@@ -108,7 +122,48 @@ class CpuOps : public Ops {
   Scratch<char> bytes_;
   Scratch<int32_t> indices_;
   AttentionLists lists_;
+  std::vector<Segments> term_segments_;
+  std::vector<CombineArgs::Sum> term_sums_;
+  std::vector<float> term_weights_;
 };
+
+template <typename TermsOf>
+void CpuOps::AddOverRanks(Tensor residual, TermsOf terms_of) {
+  // Fewer floats are summed by every rank for itself: meeting once more would take longer.
+  constexpr int64_t kDivide = int64_t{1} << 15;
+  const int64_t rows = residual.rows, cols = residual.cols;
+  CombineArgs args;
+  args.n = cols;
+  if (ranks() == 1 || rows * cols < kDivide) {
+    for (int64_t r = 0; r < rows; ++r) {
+      terms_of(r, &args);
+      args.out = residual.f32() + r * residual.stride;
+      kernels_.combine(args);
+    }
+    return;
+  }
+  auto first_of = [&](int rank) { return rows * rank / ranks(); };
+  const int64_t begin = first_of(rank_), end = first_of(rank_ + 1);
+  float* sums = shared_scratch().Get((end - begin) * cols);
+  args.add = false;
+  for (int64_t r = begin; r < end; ++r) {
+    terms_of(r, &args);
+    args.out = sums + (r - begin) * cols;
+    kernels_.combine(args);
+  }
+  const HostCollective::All& all = Exchange({sums, nullptr});
+  const float* sum = nullptr;
+  args = {};
+  args.n = cols;
+  args.last = {&sum, 1};
+  for (int rank = 0; rank < ranks(); ++rank) {
+    sum = static_cast<const float*>(all[rank].data);
+    for (int64_t r = first_of(rank); r < first_of(rank + 1); ++r, sum += cols) {
+      args.out = residual.f32() + r * residual.stride;
+      kernels_.combine(args);
+    }
+  }
+}
 
 }  // namespace coppice::kernels::cpu
 

@@ -21,7 +21,7 @@ inline constexpr int kTokenPad = 8;  // token lists are readable up to a multipl
 // Packed weights: panels of 16 outputs (the last padded with zeros).  f32: [panel][input][16].
 // bf16: [panel][ceil(input / 2)][16][2], so that a 32-bit lane holds two neighbouring inputs of one
 // output.
-int64_t constexpr PanelBytes(int64_t inputs, bool bf16) {
+static inline constexpr int64_t PanelBytes(int64_t inputs, bool bf16) {
   return bf16 ? (inputs + 1) / 2 * 2 * kLanes * 2 : inputs * kLanes * 4;
 }
 
@@ -63,7 +63,8 @@ struct AttendArgs {
   bool first = false;  // the queries' first tile: out, max and sum are written, not read
 };
 
-// residual += Σ_term weight · (Σ_segment) + Σ_shared segment, over n columns; sums in order.
+// out = (add ? out : nothing) + (Σ_term weight · (Σ_segment) + Σ_last segment), over n columns;
+// sums in order.
 struct CombineArgs {
   struct Sum {
     const float* const* segments = nullptr;
@@ -73,7 +74,8 @@ struct CombineArgs {
   const float* weights = nullptr;
   int num_terms = 0;
   Sum last;
-  float* residual = nullptr;
+  float* out = nullptr;
+  bool add = true;
   int64_t n = 0;
 };
 

@@ -296,7 +296,7 @@ void Combine(const CombineArgs& a) {
     V total = Zero();
     for (int t = 0; t < a.num_terms; ++t) total = Fma(Set1(a.weights[t]), sum(a.terms[t]), total);
     if (a.last.count > 0) total = Add(total, sum(a.last));
-    StoreUpTo(a.residual + i, Add(LoadUpTo(a.residual + i, lanes), total), lanes);
+    StoreUpTo(a.out + i, a.add ? Add(LoadUpTo(a.out + i, lanes), total) : total, lanes);
   });
 }
 

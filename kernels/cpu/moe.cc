@@ -4,7 +4,6 @@
 #include <cassert>
 #include <cmath>
 #include <limits>
-#include <vector>
 
 #include "kernels/cpu/cpu_ops.h"
 
@@ -195,30 +194,23 @@ void CpuOps::Moe(Tensor x, Tensor ids, Tensor weights, const ExpertWeights& expe
     auto has_whole = [&](int rank, int e) {
       return static_cast<const float*>(all[rank].more)[e] != 0;
     };
-    // The segments of one sum: already added up by the one rank that has the whole, or spread over
-    // the ranks.
-    struct Segments {
-      std::array<const float*, kSegments> of;
-      int count = 0;
-    };
     auto spread = [&](Segments* s, int64_t offset, int64_t stride) {
       s->count = kSegments;
-      for (int i = 0; i < kSegments; ++i)
+      for (int i = 0; i < kSegments; ++i) {
         s->of[i] = base(i / per_rank) + offset + i % per_rank * stride;
+      }
     };
-    std::vector<Segments> segments(top_k + 1);
-    std::vector<CombineArgs::Sum> sums(top_k);
-    std::vector<float> factor(top_k);
-    for (int64_t r = 0; r < chunk.rows; ++r) {
-      CombineArgs combine;
-      combine.n = hidden;
-      combine.residual = Row(residual, begin + r);
-      combine.terms = sums.data();
-      combine.weights = factor.data();
+    term_segments_.resize(top_k + 1);
+    term_sums_.resize(top_k);
+    term_weights_.resize(top_k);
+    AddOverRanks(residual.Rows(begin, chunk.rows), [&](int64_t r, CombineArgs* args) {
+      args->num_terms = 0;
+      args->terms = term_sums_.data();
+      args->weights = term_weights_.data();
       for (int64_t slot = 0; slot < top_k; ++slot) {
         const int32_t e = id_of(r, slot);
         if (e < 0) continue;
-        Segments& s = segments[combine.num_terms];
+        Segments& s = term_segments_[args->num_terms];
         const int64_t offset = pair_of[r * top_k + slot] * hidden;
         int whole = 0;
         while (whole < ranks() && !has_whole(whole, e)) ++whole;
@@ -228,23 +220,21 @@ void CpuOps::Moe(Tensor x, Tensor ids, Tensor weights, const ExpertWeights& expe
         } else {
           spread(&s, offset, chunk.pairs * hidden);
         }
-        sums[combine.num_terms] = {s.of.data(), s.count};
-        factor[combine.num_terms] = Row(weights, begin + r)[slot];
-        ++combine.num_terms;
+        term_sums_[args->num_terms] = {s.of.data(), s.count};
+        term_weights_[args->num_terms] = Row(weights, begin + r)[slot];
+        ++args->num_terms;
       }
-      if (experts.shared.gate_up != nullptr) {
-        Segments& s = segments[top_k];
-        const int64_t offset = expert_floats + r * hidden;
-        if (ranks() == 1) {
-          s.count = 1;
-          s.of[0] = base(0) + offset;
-        } else {
-          spread(&s, offset, chunk.rows * hidden);
-        }
-        combine.last = {s.of.data(), s.count};
+      if (experts.shared.gate_up == nullptr) return;
+      Segments& s = term_segments_[top_k];
+      const int64_t offset = expert_floats + r * hidden;
+      if (ranks() == 1) {
+        s.count = 1;
+        s.of[0] = base(0) + offset;
+      } else {
+        spread(&s, offset, chunk.rows * hidden);
       }
-      kernels_.combine(combine);
-    }
+      args->last = {s.of.data(), s.count};
+    });
   }
 }
 

@@ -304,24 +304,47 @@ TEST_P(MoeTest, MatchesItsDefinition) {
   }
 }
 
-TEST_P(MoeTest, RanksAndPlacementChangeNothing) {
+void CompareRanksAndPlacements(const std::string& isa, int rows, int64_t hidden,
+                               const std::vector<int>& rank_counts) {
   Random random(2);
-  const int rows = 33, top_k = 4, experts = 9;
-  const int64_t hidden = 64;
+  const int top_k = 4, experts = 9;
   const Layer layer(random, experts, hidden, 64, 128);
   Tokens tokens(random, rows, top_k, experts, hidden);
   tokens.Drop(3, 0);
   tokens.Drop(3, 2);
   std::vector<float> want;
-  RunRanks(1, "generic",
+  RunRanks(1, isa,
            [&](Ops& ops) { want = RunMoe(ops, layer.TensorParallel(ops), tokens, 0, rows); });
-  for (int ranks : {1, 2, 4, 8}) {
-    RunRanks(ranks, GetParam(), [&](Ops& ops) {
+  for (int ranks : rank_counts) {
+    RunRanks(ranks, isa, [&](Ops& ops) {
       const ExpertWeights tp = layer.TensorParallel(ops), ep = layer.ExpertParallel(ops, 2);
       EXPECT_TRUE(SameBits(RunMoe(ops, tp, tokens, 0, rows), want))
           << "TP" << ranks << ", rank " << ops.rank();
       EXPECT_TRUE(SameBits(RunMoe(ops, ep, tokens, 0, rows), want))
           << "EP" << ranks << ", rank " << ops.rank();
+    });
+  }
+}
+
+TEST_P(MoeTest, RanksAndPlacementChangeNothing) {
+  CompareRanksAndPlacements(GetParam(), 33, 64, {1, 2, 4, 8});
+}
+
+// So many rows that the ranks divide the adding up among them.
+TEST_P(MoeTest, RanksAndPlacementChangeNothingForManyRows) {
+  CompareRanksAndPlacements(GetParam(), 300, 112, {2, 8});
+}
+
+TEST(MoeIsaTest, EveryInstructionSetGivesTheSameBits) {
+  std::vector<float> first;
+  for (const std::string& isa : Isas()) {
+    Random random(6);
+    const Layer layer(random, 5, 72, 40, 24);
+    const Tokens tokens(random, 21, 3, 5, 72);
+    RunRanks(1, isa, [&](Ops& ops) {
+      const std::vector<float> out = RunMoe(ops, layer.TensorParallel(ops), tokens, 0, 21);
+      if (first.empty()) first = out;
+      EXPECT_TRUE(SameBits(out, first)) << isa;
     });
   }
 }

@@ -116,8 +116,13 @@ TEST_P(ProductTest, RowLinearAddsEightSegmentsWhateverTheRanks) {
   struct Shape {
     int64_t rows, inputs, outputs;
   };
-  for (const Shape& s :
-       {Shape{1, 64, 48}, {9, 256, 64}, {3, 8, 5}, {40, 72, 33}, {2, 8 * 300, 20}, {130, 16, 40}}) {
+  for (const Shape& s : {Shape{1, 64, 48},
+                         {9, 256, 64},
+                         {3, 8, 5},
+                         {40, 72, 33},
+                         {2, 8 * 300, 20},
+                         {130, 16, 40},
+                         {150, 16, 240}}) {
     const Weight w = RandomWeight(random, Encoding::kBf16, s.outputs, s.inputs);
     std::vector<float> x = random.Normals(s.rows * s.inputs);
     const std::vector<float> before = random.Normals(s.rows * s.outputs);
