@@ -111,7 +111,7 @@ TEST(Detokenizer, StopsInsideAChunkAndCountsTokens) {
   EXPECT_TRUE(output.stopped);
   EXPECT_EQ(output.stop_string, "STOP");
   EXPECT_TRUE(detokenizer.stopped());
-  const auto after = detokenizer.Feed({261});
+  const auto after = detokenizer.Feed(261);
   EXPECT_EQ(after.text, "");
   EXPECT_EQ(after.consumed, 0u);
   EXPECT_EQ(detokenizer.Flush(), "");
