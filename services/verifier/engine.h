@@ -89,7 +89,7 @@ class Engine {
   struct Cost {
     struct Point {
       int64_t rows = 0;
-      float microseconds = 0;  // median
+      float microseconds = 0;  // the least of several runs
     };
     std::vector<Point> decode;
     float prefill_us_per_token = 0;
