@@ -21,7 +21,8 @@ namespace coppice::router {
 //
 // Control tokens (Tokenizer::IsControl: end of sequence, turn markers, reserved ids) and ids
 // outside the vocabulary add nothing to the text; <think>, </think> and tool-call markers appear as
-// they are spelled.
+// they are spelled.  Stop strings match what the tokens spell: a U+FFFD in one matches a spelled
+// U+FFFD, never a replacement.
 class Detokenizer {
  public:
   static constexpr size_t kMaxStopStrings = 16;

@@ -39,7 +39,7 @@ struct Reply {
 }  // namespace
 
 std::vector<std::string> FuzzSeeds() {
-  return {"STOP\n" + Ids({261, 258, 'x'}),
+  return {"\uFFFD\n" + Ids({'a', 0xD4, 'b', 0xEF, 0xBF, 0xBD}), "STOP\n" + Ids({261, 258, 'x'}),
           "abab\n世界\n" + Ids({256, 'a', 259, 260, 0x8C, 263, 'b', 262}),
           "</think>\n" + Ids({263, 'a', 264, 'b'}), Ids({0xF0, 0x9F, 0x98, 'q', 0x80})};
 }
@@ -77,6 +77,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     FUZZ_CHECK(replies[k].text == replies[0].text && replies[k].consumed == replies[0].consumed &&
                replies[k].stop_string == replies[0].stop_string);
   }
-  for (const std::string& stop : stops) FUZZ_CHECK(replies[0].text.find(stop) == std::string::npos);
+  for (const std::string& stop : stops) {
+    // A replacement is not what the tokens spelled, so a stop string does not match it.
+    if (stop.find("\uFFFD") != std::string::npos) continue;
+    FUZZ_CHECK(replies[0].text.find(stop) == std::string::npos);
+  }
   return 0;
 }
