@@ -373,6 +373,9 @@ std::unique_ptr<Tokenizer> Demo(int vocab_size) {
 }
 
 TEST(TokenizerGolden, EncodesAsTiktokenDid) {
+  SCOPED_TRACE(
+      "where models/demo has a new vocabulary, remake the golden: tests/oracle/tokenizer_oracle.py "
+      "golden models/demo tests/goldens/tokenizer/demo.json");
   const json golden = json::parse(ReadTestFile("tests/goldens/tokenizer/demo.json"));
   const auto tokenizer = Demo(golden["vocab_size"].get<int>());
   ASSERT_NE(tokenizer, nullptr);
