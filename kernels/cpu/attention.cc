@@ -242,6 +242,7 @@ void CpuOps::DraftAttention(Tensor qkv, Tensor q_norm, Tensor k_norm, const Rope
     const int64_t context_begin = batch.context_begin.i32()[b];
     const int64_t context = batch.context_end.i32()[b] - context_begin;
     assert(context >= 0 && context <= cache.window);
+    const int64_t first_entry = context_begin % cache.window;
     const int64_t ring = (int64_t{batch.slot.i32()[b]} * cache.layers + layer) * cache.window;
     for (int kv_head = 0; kv_head < shape.kv_heads; ++kv_head) {
       lists.q.clear();
@@ -260,7 +261,10 @@ void CpuOps::DraftAttention(Tensor qkv, Tensor q_norm, Tensor k_norm, const Rope
         lists.v.clear();
         for (int64_t t = from; t < to; ++t) {
           if (t < context) {
-            const int64_t entry = ring + (context_begin + t) % cache.window;
+            // The context fits the ring, so it wraps at most once.
+            const int64_t wrapped =
+                first_entry + t - (first_entry + t < cache.window ? 0 : cache.window);
+            const int64_t entry = ring + wrapped;
             lists.k.push_back(Row(cache.keys, entry) + kv_head * dim);
             lists.v.push_back(Row(cache.values, entry) + kv_head * dim);
           } else {

@@ -1,4 +1,4 @@
-// What the CPU kernels reach on one core.  `GFLOP/s` counts a multiply-add as two.
+// What the CPU kernels reach on one core.  `gflops` counts a multiply-add as two.
 //
 // DemoStep is one whole step of a target of the demo pair's size (hidden 256, 4 layers, 8 heads,
 // latent 512 + 64, 16 experts of 256, 4 of them per token, vocabulary 4096) with random weights:
@@ -65,7 +65,7 @@ Tensor View(std::vector<int32_t>& v, int64_t rows, int64_t cols = 1) {
 }
 
 void ReportFlops(benchmark::State& state, double multiply_adds) {
-  state.counters["GFLOP/s"] = benchmark::Counter(
+  state.counters["gflops"] = benchmark::Counter(
       2e-9 * multiply_adds * static_cast<double>(state.iterations()), benchmark::Counter::kIsRate);
 }
 
