@@ -162,6 +162,25 @@ std::vector<int32_t> Expected(const Admit& admit) {
   return all;
 }
 
+// Every row that went out belongs to its position of `text`.
+void CheckFeatures(const RecordingSink& sink, const std::string& drafter, uint64_t sequence,
+                   const std::vector<int32_t>& text) {
+  const auto it = sink.got.find({drafter, sequence});
+  if (it == sink.got.end()) return;
+  for (const RecordingSink::Got& rows : it->second) {
+    ASSERT_LE(rows.end(), static_cast<int64_t>(text.size()));
+    for (int64_t p = rows.first; p < rows.end(); ++p) {
+      const auto begin = rows.features.begin() + (p - rows.first) * kHidden;
+      ASSERT_EQ(std::vector<uint16_t>(begin, begin + kHidden),
+                FakeTarget::Feature(absl::MakeConstSpan(text).subspan(0, p + 1), kHidden))
+          << "sequence " << sequence << ", position " << p;
+    }
+    if (rows.pending && rows.end() < static_cast<int64_t>(text.size())) {
+      ASSERT_EQ(*rows.pending, text[rows.end()]);
+    }
+  }
+}
+
 TEST(Engine, PrefillsInChunksAndDecodes) {
   Bench bench;
   const Admit admit = MakeAdmit(1, {3, 1, 4, 1, 5, 9}, 8);
@@ -682,6 +701,9 @@ TEST(Engine, SurvivesAnythingAndGivesEverythingBack) {
             if (r.finish_reason != FinishReason::kNone) {
               const std::vector<int32_t> expected = Expected(client.admit);
               ASSERT_EQ(client.got, expected);
+              std::vector<int32_t> text = client.admit.tokens;
+              text.insert(text.end(), expected.begin(), expected.end());
+              CheckFeatures(bench.sink, client.admit.drafter, r.sequence, text);
               ++finished;
               Step release;
               release.releases = {r.sequence};

@@ -21,7 +21,7 @@ namespace {
 // Before a drafter has told its window.
 constexpr int64_t kDefaultWindow = 4096;
 // Sequences that are being sent again at once.
-constexpr int kMaxRequests = 4;
+constexpr int kMaxRequests = 2;
 // A gap reported again so soon after it was filled is an old report.
 constexpr std::chrono::milliseconds kGapPause{50};
 // Released ids that wait for a drafter that does not read; beyond, the stream is cut instead, which
