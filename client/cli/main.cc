@@ -16,13 +16,13 @@ int Main(int argc, char** argv) {
   flags.AddChoice("log-level", &log_level, LogLevels(), "the least severe messages shown");
   const std::vector<Command> commands = {AddUp(&flags), AddDown(&flags), AddGenerate(&flags),
                                          AddChat(&flags), AddStatus(&flags)};
-  flags.app().require_subcommand(1);
+  flags.app().require_subcommand(0, 1);
   if (const auto code = flags.Parse(argc, argv)) return *code;
   InitLogging("coppice", log_level);
   for (const Command& command : commands) {
     if (command.app->parsed()) return command.run(&signals);
   }
-  return 2;
+  return Fail("a command is missing; see coppice --help", 2);
 }
 
 }  // namespace

@@ -128,7 +128,11 @@ std::optional<int> FlagParser::Parse(int argc, const char* const* argv) {
     return 0;
   } catch (const CLI::ExtrasError& e) {
     const std::string extra = AfterColon(e.what());
-    error_ = (extra.rfind("-", 0) == 0 ? "unknown flag " : "unexpected argument ") + extra;
+    const bool no_command = !app_.get_subcommands({}).empty() && app_.get_subcommands().empty();
+    error_ = (extra.rfind("-", 0) == 0 ? "unknown flag "
+              : no_command             ? "unknown command "
+                                       : "unexpected argument ") +
+             extra;
   } catch (const CLI::ConversionError& e) {
     // "Could not convert: --flag = value", or "--flag: …"
     const std::string message = e.what();
@@ -166,7 +170,9 @@ std::optional<int> FlagParser::Parse(int argc, const char* const* argv) {
   } catch (const CLI::Error& e) {
     error_ = e.what();
   }
-  std::cerr << binary_ << ": " << error_ << "; see " << binary_ << " --help\n";
+  std::string help = binary_;
+  for (const CLI::App* command : app_.get_subcommands()) help += " " + command->get_name();
+  std::cerr << binary_ << ": " << error_ << "; see " << help << " --help\n";
   return 2;
 }
 

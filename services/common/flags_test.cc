@@ -133,6 +133,24 @@ TEST_F(FlagsTest, MissingConfigFile) {
   EXPECT_THAT(parser_.error(), HasSubstr("/nowhere/at/all"));
 }
 
+TEST(CommandsTest, ErrorsNameTheCommand) {
+  const auto parse = [](std::vector<const char*> args) {
+    FlagParser parser("tool", "does things");
+    int rows = 0;
+    parser.Add("rows", &rows, "rows", parser.AddCommand("run", "runs"));
+    args.insert(args.begin(), "tool");
+    testing::internal::CaptureStderr();
+    EXPECT_EQ(parser.Parse(static_cast<int>(args.size()), args.data()), 2);
+    return testing::internal::GetCapturedStderr();
+  };
+  EXPECT_EQ(parse({"frob"}), "tool: unknown command frob; see tool --help\n");
+  EXPECT_EQ(parse({"--frob"}), "tool: unknown flag --frob; see tool --help\n");
+  EXPECT_EQ(parse({"run", "--frob"}), "tool: unknown flag --frob; see tool run --help\n");
+  EXPECT_EQ(parse({"run", "x"}), "tool: unexpected argument x; see tool run --help\n");
+  EXPECT_EQ(parse({"run", "--rows", "x"}),
+            "tool: --rows takes a whole number, not 'x'; see tool run --help\n");
+}
+
 TEST(EnvironmentNameTest, Upcases) {
   EXPECT_EQ(FlagParser::EnvironmentName("max-rows"), "COPPICE_MAX_ROWS");
 }

@@ -107,7 +107,7 @@ struct Event {
 struct EngineOptions {
   int slots = 64;
   int window = 4096;
-  int max_top_k = 16;
+  int max_top_k = 16;  // at most the vocabulary
 };
 
 // Totals since the start, and levels now.

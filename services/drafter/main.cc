@@ -2,6 +2,7 @@
 #include <glog/logging.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <iostream>
 #include <memory>
 
@@ -35,7 +36,7 @@ struct Flags {
 };
 
 v1::DrafterInfo MakeInfo(const Flags& flags, const coppice::Drafter& model,
-                         const std::vector<CostSample>& cost) {
+                         const EngineOptions& options, const std::vector<CostSample>& cost) {
   v1::DrafterInfo info;
   info.set_name(flags.name);
   info.set_epoch(RandomEpoch());
@@ -46,9 +47,9 @@ v1::DrafterInfo MakeInfo(const Flags& flags, const coppice::Drafter& model,
   info.set_hidden_size(config.hidden_size);
   info.set_block_size(config.block_size);
   for (const int layer : config.target_layer_ids) info.add_target_layer_ids(layer);
-  info.set_window(flags.window);
-  info.set_max_sequences(flags.max_sequences);
-  info.set_max_top_k(flags.max_top_k);
+  info.set_window(options.window);
+  info.set_max_sequences(options.slots);
+  info.set_max_top_k(options.max_top_k);
   for (const CostSample& sample : cost) {
     v1::CostPoint* point = info.add_cost();
     point->set_rows(sample.blocks);
@@ -82,9 +83,9 @@ absl::Status Run(const Flags& flags, ShutdownSignals* signals, int* exit_code) {
   EngineOptions options;
   options.slots = flags.max_sequences;
   options.window = flags.window;
-  options.max_top_k = flags.max_top_k;
+  options.max_top_k = std::min(flags.max_top_k, (*model)->config().vocab_size);
   const std::vector<CostSample> cost = MeasureDraftCost(model->get(), options, Clock::Real());
-  const v1::DrafterInfo info = MakeInfo(flags, **model, cost);
+  const v1::DrafterInfo info = MakeInfo(flags, **model, options, cost);
 
   DraftLoop loop(std::move(*model), options, MakeObserver(metrics->get()));
   DrafterService service(&loop, info);
