@@ -458,12 +458,12 @@ TEST(FeatureSender, ADrafterThatHangsCostsNothingButItself) {
   }
   // Far more than queue and sockets hold.
   bench.Start(2, 2000);
-  for (uint64_t id = 3; id < 20; ++id) {
+  for (uint64_t id = 3; bench.sender->counters().dropped < 5000; ++id) {
+    ASSERT_LT(id, 500u) << "nothing is dropped";
     bench.Start(id, 400);
     bench.Round(1);
     bench.Release(id);
   }
-  EXPECT_GT(bench.sender->counters().dropped, 1000u);
   {
     std::lock_guard<std::mutex> lock(bench.drafter->mutex);
     bench.drafter->hung = false;

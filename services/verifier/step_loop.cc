@@ -100,6 +100,7 @@ uint64_t StepLoop::Open(const std::string& router, uint64_t epoch,
     LOG(INFO) << "router " << router
               << (grant.resumed ? " is back, with " : " has the lease, with ")
               << hello.resumed.size() << " sequences kept";
+    Publish();
     client->OnResult(std::move(hello));
   });
   return session;
