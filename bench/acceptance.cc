@@ -2,7 +2,7 @@
 // category, and tokens per second, for off, chain, trees of 9, 17 and 33 nodes, and auto.  One
 // request at a time.
 //
-//   acceptance [--prompts 99] [--tokens 64] [--temperature 0] [--tp 1] [--out DIR]
+//   acceptance [--prompts 99] [--tokens 128] [--temperature 0] [--tp 1] [--out DIR]
 #include <chrono>
 #include <cstdio>
 #include <map>
@@ -44,15 +44,14 @@ struct Sum {
 
 int Main(int argc, char** argv) {
   size_t prompts = 99;
-  uint32_t tokens = 64;
+  uint32_t tokens = 128;
   float temperature = 0;
   int tp = 1;
   std::string out;
   FlagParser flags("acceptance",
                    "Measures acceptance length and tokens per second by speculation mode.");
   flags.Add("prompts", &prompts, "demo prompts to run")->check(CLI::Range(1, 1000));
-  flags.Add("tokens", &tokens, "tokens per generation, past the end of sequence")
-      ->check(CLI::Range(2, 512));
+  flags.Add("tokens", &tokens, "most tokens per generation")->check(CLI::Range(2, 512));
   flags.Add("temperature", &temperature, "0: argmax")->check(CLI::Range(0.0f, 2.0f));
   flags.Add("tp", &tp, "tensor-parallel ranks of the verifier")->check(CLI::Range(1, 8));
   flags.Add("out", &out, "folder for the record; empty: print it");
@@ -65,9 +64,8 @@ int Main(int argc, char** argv) {
   const std::vector<DemoPrompt> set = coppice::testing::SpreadPrompts(prompts);
   const auto run = [&](const DemoPrompt& prompt, const Mode& mode) {
     v1::GenerateRequest request;
-    request.set_text(prompt.prompt);
+    request.mutable_token_ids()->mutable_ids()->Add(prompt.ids.begin(), prompt.ids.end());
     request.set_max_tokens(tokens);
-    request.set_ignore_eos(true);
     request.set_temperature(temperature);
     request.set_seed(7);
     request.set_speculation(mode.mode);

@@ -81,7 +81,8 @@ class Grid {
         for (size_t i = next++; i < cases_.size(); i = next++) {
           const Case& c = cases_[i];
           GenerateRequest request;
-          request.set_text(prompts_[c.prompt].prompt);
+          request.mutable_token_ids()->mutable_ids()->Add(prompts_[c.prompt].ids.begin(),
+                                                          prompts_[c.prompt].ids.end());
           request.set_max_tokens(tokens_);
           request.set_ignore_eos(true);
           request.set_temperature(kDraws[c.draw].temperature);

@@ -37,9 +37,8 @@ Record::Record(const std::string& bench) {
   record_["date"] = Today();
   record_["git"] = BuildGitRevision();
   record_["host"] = {{"cpu", CpuName()}, {"cores", std::thread::hardware_concurrency()}};
-  record_["versions"] = {
-    {"coppice", BuildVersion()}, {"compiler", __VERSION__}, {"grpc", grpc::Version()},
-    record_["rows"] = nlohmann::ordered_json::array();
+  record_["versions"] = {{"coppice", BuildVersion()}, {"compiler", __VERSION__}};
+  record_["rows"] = nlohmann::ordered_json::array();
 }
 
 void Record::Add(nlohmann::ordered_json row) { record_["rows"].push_back(std::move(row)); }

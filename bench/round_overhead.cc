@@ -30,7 +30,7 @@ int Main(int argc, char** argv) {
   double decode_ms = 0;
   for (const auto& prompt : prompts) {
     v1::GenerateRequest request;
-    request.set_text(prompt.prompt);
+    request.mutable_token_ids()->mutable_ids()->Add(prompt.ids.begin(), prompt.ids.end());
     request.set_max_tokens(256);
     request.set_ignore_eos(true);
     request.set_speculation(v1::SPECULATION_TREE);

@@ -1,7 +1,7 @@
 #include "client/cli/json_shapes.h"
 
+#include <charconv>
 #include <cmath>
-#include <limits>
 
 #include "absl/strings/str_cat.h"
 
@@ -12,8 +12,14 @@ using Json = nlohmann::ordered_json;
 
 std::string Hex(uint64_t value) { return absl::StrCat(absl::Hex(value, absl::kZeroPad16)); }
 
-// A float's shortest decimal form, not its double's seventeen digits.
-double Short(float value) { return std::stod(absl::StrCat(value)); }
+// The double whose shortest decimal form is the float's: 0.1, not 0.10000000149011612.
+double Short(float value) {
+  char text[32];
+  const auto end = std::to_chars(text, text + sizeof text, value).ptr;
+  double out = value;
+  std::from_chars(text, end, out);
+  return out;
+}
 
 // JSON has no infinity, which a log-probability may be.
 Json LogProb(float value) { return std::isfinite(value) ? Json(Short(value)) : Json(nullptr); }

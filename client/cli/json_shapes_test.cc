@@ -54,12 +54,12 @@ TEST(CompletionJsonTest, LogProbsAsShortNumbersAndNullWhereThereIsNone) {
   Completion c = Example();
   v1::PositionLogProbs position;
   position.mutable_chosen()->set_token(5);
-  position.mutable_chosen()->set_log_prob(-0.1f);
+  position.mutable_chosen()->set_log_prob(-0.123456789f);
   position.add_top()->set_token(8);
   position.mutable_top(0)->set_log_prob(-std::numeric_limits<float>::infinity());
   c.logprobs = {position};
   EXPECT_EQ(CompletionJson(c)["logprobs"].dump(),
-            R"([{"token":5,"log_prob":-0.1,"top":[{"token":8,"log_prob":null}]}])");
+            R"([{"token":5,"log_prob":-0.12345679,"top":[{"token":8,"log_prob":null}]}])");
 }
 
 TEST(FinishReasonNameTest, EveryReason) {

@@ -13,7 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "client/cli/commands.h"
-#include "client/cli/health.h"
+#include "client/health.h"
 #include "client/cli/process.h"
 #include "client/cli/supervisor.h"
 

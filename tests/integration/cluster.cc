@@ -15,7 +15,8 @@
 #include <iterator>
 #include <thread>
 
-#include "grpc/health/v1/health.grpc.pb.h"
+#include "client/health.h"
+#include "model/tokenizer.h"
 #include "nlohmann/json.hpp"
 
 namespace coppice::testing {
@@ -27,6 +28,11 @@ using std::chrono::steady_clock;
 std::string ReadAll(const std::string& path) {
   std::ifstream in(path, std::ios::binary);
   return std::string(std::istreambuf_iterator<char>(in), {});
+}
+
+[[noreturn]] void Die(const std::string& what) {
+  std::fprintf(stderr, "%s\n", what.c_str());
+  std::abort();
 }
 
 }  // namespace
@@ -177,17 +183,7 @@ void Cluster::StartRouter(int index) {
 }
 
 bool Cluster::WaitServing(const std::string& address, milliseconds timeout) const {
-  auto stub = grpc::health::v1::Health::NewStub(
-      grpc::CreateChannel(address, grpc::InsecureChannelCredentials()));
-  return Eventually(
-      [&] {
-        grpc::ClientContext context;
-        context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(1));
-        grpc::health::v1::HealthCheckResponse response;
-        const grpc::Status status = stub->Check(&context, {}, &response);
-        return status.ok() && response.status() == grpc::health::v1::HealthCheckResponse::SERVING;
-      },
-      timeout);
+  return Eventually([&] { return IsServing(address); }, timeout);
 }
 
 bool Cluster::Start() {
@@ -322,10 +318,14 @@ bool Eventually(const std::function<bool()>& condition, milliseconds timeout) {
 
 std::vector<DemoPrompt> DemoPrompts() {
   std::ifstream in("models/demo/prompts.jsonl");
+  const auto tokenizer = Tokenizer::Load("models/demo", 4096);
+  if (!tokenizer.status().ok()) Die(tokenizer.status().ToString());
   std::vector<DemoPrompt> prompts;
   for (std::string line; std::getline(in, line);) {
     const nlohmann::json entry = nlohmann::json::parse(line);
-    prompts.push_back({entry.at("category"), entry.at("prompt")});
+    const auto ids = (*tokenizer)->EncodeWithSpecial(entry.at("prompt").get<std::string>());
+    if (!ids.status().ok()) Die(ids.status().ToString());
+    prompts.push_back({entry.at("category"), std::vector<uint32_t>(ids->begin(), ids->end())});
   }
   if (prompts.empty()) {
     std::fprintf(stderr,

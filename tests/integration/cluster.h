@@ -145,7 +145,7 @@ bool Eventually(const std::function<bool()>& condition, std::chrono::millisecond
 // One line of models/demo/prompts.jsonl.
 struct DemoPrompt {
   std::string category;
-  std::string prompt;
+  std::vector<uint32_t> ids;  // with the control tokens that conversations hold
 };
 std::vector<DemoPrompt> DemoPrompts();
 // `count` of them, spread evenly over the categories.

@@ -32,6 +32,13 @@ GenerateRequest Request(const std::string& prompt, uint32_t tokens, v1::Speculat
   return request;
 }
 
+GenerateRequest Request(const DemoPrompt& prompt, uint32_t tokens, v1::SpeculationMode mode,
+                        float temperature, uint64_t seed) {
+  GenerateRequest request = Request("", tokens, mode, temperature, seed);
+  request.mutable_token_ids()->mutable_ids()->Add(prompt.ids.begin(), prompt.ids.end());
+  return request;
+}
+
 constexpr char kPrompt[] = "The capital of France is";
 
 // Everything a finished or abandoned request held is back.
@@ -202,7 +209,7 @@ TEST(Faults, AThousandCancelsGiveEverythingBack) {
       auto stub = v1::Inference::NewStub(cluster.channel());
       for (int i = next++; i < 1000; i = next++) {
         GenerateRequest request =
-            Request(prompts[i % prompts.size()].prompt, 400,
+            Request(prompts[i % prompts.size()], 400,
                     i % 3 == 0 ? v1::SPECULATION_OFF : v1::SPECULATION_TREE, 0.8f, i);
         request.set_request_id("cancel-" + std::to_string(i));
         grpc::ClientContext context;
@@ -254,8 +261,8 @@ TEST(Faults, SixtyFourStreamsAtOnceAreEachRight) {
   const std::vector<DemoPrompt> prompts = SpreadPrompts(64);
   std::vector<Generation> alone, together(64);
   for (int i = 0; i < 64; ++i) {
-    alone.push_back(cluster.Generate(
-        Request(prompts[i % prompts.size()].prompt, 48, v1::SPECULATION_OFF, 0.8f, i)));
+    alone.push_back(
+        cluster.Generate(Request(prompts[i % prompts.size()], 48, v1::SPECULATION_OFF, 0.8f, i)));
     ASSERT_EQ(alone.back().ids.size(), 48u) << alone.back().status.error_message();
   }
   std::vector<std::thread> threads;
@@ -265,8 +272,7 @@ TEST(Faults, SixtyFourStreamsAtOnceAreEachRight) {
                         : i % 4 == 1 ? v1::SPECULATION_CHAIN
                         : i % 4 == 2 ? v1::SPECULATION_TREE
                                      : v1::SPECULATION_AUTO;
-      together[i] =
-          cluster.Generate(Request(prompts[i % prompts.size()].prompt, 48, mode, 0.8f, i));
+      together[i] = cluster.Generate(Request(prompts[i % prompts.size()], 48, mode, 0.8f, i));
     });
   }
   for (std::thread& thread : threads) thread.join();

@@ -1,4 +1,4 @@
-#include "client/cli/health.h"
+#include "client/health.h"
 
 #include <grpcpp/grpcpp.h>
 
@@ -6,7 +6,7 @@
 
 #include "grpc/health/v1/health.grpc.pb.h"
 
-namespace coppice::cli {
+namespace coppice {
 
 bool IsServing(const std::string& address) {
   // A channel of its own each time: one that has failed would wait before it tries again.
@@ -21,4 +21,4 @@ bool IsServing(const std::string& address) {
          response.status() == grpc::health::v1::HealthCheckResponse::SERVING;
 }
 
-}  // namespace coppice::cli
+}  // namespace coppice

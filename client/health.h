@@ -1,14 +1,14 @@
 // Asks a service, by the standard health protocol, whether it can work.
-#ifndef COPPICE_CLIENT_CLI_HEALTH_H_
-#define COPPICE_CLIENT_CLI_HEALTH_H_
+#ifndef COPPICE_CLIENT_HEALTH_H_
+#define COPPICE_CLIENT_HEALTH_H_
 
 #include <string>
 
-namespace coppice::cli {
+namespace coppice {
 
 // Waits up to half a second for an answer; no answer is a no.
 bool IsServing(const std::string& address);
 
-}  // namespace coppice::cli
+}  // namespace coppice
 
-#endif  // COPPICE_CLIENT_CLI_HEALTH_H_
+#endif  // COPPICE_CLIENT_HEALTH_H_
