@@ -14,7 +14,6 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
-#include "model/fingerprint.h"
 #include "model/json_file.h"
 
 namespace coppice {
@@ -27,27 +26,6 @@ constexpr size_t kMaxIndexBytes = 256 << 20;
 bool IsFile(const std::string& path) {
   struct stat info;
   return stat(path.c_str(), &info) == 0 && S_ISREG(info.st_mode);
-}
-
-void AddTensor(const TensorView& tensor, bool with_data, Fingerprint* fingerprint) {
-  fingerprint->Add(tensor.name).Add(DTypeName(tensor.dtype));
-  fingerprint->Add(static_cast<int64_t>(tensor.shape.size()));
-  for (const int64_t dim : tensor.shape) fingerprint->Add(dim);
-  if (with_data) fingerprint->AddBytes(tensor.data, tensor.bytes);
-}
-
-bool IsFloat(DType dtype) {
-  switch (dtype) {
-    case DType::kF8E4M3:
-    case DType::kF8E5M2:
-    case DType::kF16:
-    case DType::kBF16:
-    case DType::kF32:
-    case DType::kF64:
-      return true;
-    default:
-      return false;
-  }
 }
 
 // shard file name → the tensors that the index places in it.
@@ -199,24 +177,6 @@ std::vector<std::string> Checkpoint::names() const {
   names.reserve(tensors_.size());
   for (const TensorView& tensor : tensors_) names.push_back(tensor.name);
   return names;
-}
-
-absl::StatusOr<std::string> Checkpoint::Fingerprint(absl::Span<const std::string> names) const {
-  coppice::Fingerprint fingerprint;
-  for (const std::string& name : names) {
-    absl::StatusOr<TensorView> tensor = Find(name);
-    if (!tensor.ok()) return tensor.status();
-    AddTensor(*tensor, /*with_data=*/true, &fingerprint);
-  }
-  return fingerprint.Hex();
-}
-
-std::string Checkpoint::Fingerprint() const {
-  coppice::Fingerprint fingerprint;
-  for (const TensorView& tensor : tensors_) {
-    AddTensor(tensor, tensor.shape.size() == 1 && IsFloat(tensor.dtype), &fingerprint);
-  }
-  return fingerprint.Hex();
 }
 
 }  // namespace coppice

@@ -40,13 +40,6 @@ class Checkpoint {
   uint64_t total_bytes() const { return total_bytes_; }  // of tensor data
   size_t num_files() const { return mappings_.size(); }
 
-  // 16 hex digits over name, dtype, shape and every byte of the named tensors, in the order given.
-  // Detects differing files, not forged ones (the hash is not cryptographic).
-  absl::StatusOr<std::string> Fingerprint(absl::Span<const std::string> names) const;
-  // 16 hex digits over every tensor's name, dtype and shape and the bytes of the one-dimensional
-  // floating-point ones (norms, router biases): tells fine-tunes apart without reading the weights.
-  std::string Fingerprint() const;
-
  private:
   struct Mapping {
     void* address;

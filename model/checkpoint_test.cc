@@ -147,44 +147,5 @@ TEST_F(CheckpointTest, RefusesAShardThatIsADirectory) {
   EXPECT_THAT(OpenMessage(), HasSubstr("two.safetensors is not a regular file"));
 }
 
-TEST_F(CheckpointTest, FingerprintTellsContentsApart) {
-  const auto fingerprint = [&](const std::vector<std::string>& names) {
-    const auto checkpoint = Checkpoint::Open(dir_.path());
-    EXPECT_TRUE(checkpoint.ok());
-    return *(*checkpoint)->Fingerprint(names);
-  };
-  const auto whole = [&] { return (*Checkpoint::Open(dir_.path()))->Fingerprint(); };
-  const std::string ab = fingerprint({"a", "b"});
-  const std::string all = whole();
-  EXPECT_EQ(ab.size(), 16u);
-  EXPECT_EQ(ab, fingerprint({"a", "b"}));
-  EXPECT_NE(ab, fingerprint({"b", "a"}));
-  EXPECT_NE(ab, fingerprint({"a"}));
-  EXPECT_EQ(all, whole());
-  dir_.Write("two.safetensors", SafetensorsOf({{"b", {4}}, {"c", {5, 7}}}));
-  EXPECT_EQ(ab, fingerprint({"a", "b"}));
-  EXPECT_NE(all, whole());
-  dir_.Write("two.safetensors", SafetensorsOf({{"b", {4.5}}, {"c", {5, 6}}}));
-  EXPECT_NE(ab, fingerprint({"a", "b"}));
-  EXPECT_EQ((*Checkpoint::Open(dir_.path()))->Fingerprint({"a", "d"}).status().code(),
-            absl::StatusCode::kNotFound);
-}
-
-TEST_F(CheckpointTest, FingerprintSeesEveryByte) {
-  std::vector<float> values(33, 1.0f);
-  TempDir dir;
-  const auto fingerprint = [&] {
-    dir.Write("model.safetensors", SafetensorsOf({{"w", values}}));
-    return *(*Checkpoint::Open(dir.path()))->Fingerprint({"w"});
-  };
-  const std::string before = fingerprint();
-  for (float& value : values) {
-    value = 2.0f;
-    EXPECT_NE(fingerprint(), before);
-    value = 1.0f;
-  }
-  EXPECT_EQ(fingerprint(), before);
-}
-
 }  // namespace
 }  // namespace coppice
