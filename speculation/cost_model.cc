@@ -52,6 +52,37 @@ std::vector<int> CostTable::right_edges() const {
   return edges;
 }
 
+namespace {
+
+int CellOf(int rows) {
+  int bits = 0;
+  for (unsigned left = static_cast<unsigned>(std::max(rows, 1) - 1); left > 0; left >>= 1) ++bits;
+  return std::min(bits, 19);
+}
+
+}  // namespace
+
+void LiveCost::Cell::Add(double value, double memory) {
+  weight = std::min(weight + 1, memory);
+  log_ratio += (value - log_ratio) / weight;
+}
+
+double LiveCost::Microseconds(int rows) const {
+  const Cell& cell = cells_[CellOf(rows)];
+  // One part of what is known of all rows, so that a single observation is not taken for the whole
+  // truth.
+  const double log_ratio = (cell.weight * cell.log_ratio + all_.log_ratio) / (cell.weight + 1);
+  return table_.Microseconds(rows) * std::exp(log_ratio);
+}
+
+void LiveCost::Observe(int rows, double microseconds) {
+  if (rows < 1 || !(microseconds > 0) || !std::isfinite(microseconds)) return;
+  const double log_ratio =
+      std::clamp(std::log(microseconds / table_.Microseconds(rows)), -5.0, 5.0);
+  cells_[CellOf(rows)].Add(log_ratio, 16);
+  all_.Add(log_ratio, 64);
+}
+
 const char* WidthName(Width width) {
   switch (width) {
     case Width::kOff:

@@ -37,6 +37,33 @@ class CostTable {
   std::vector<CostSample> samples_;  // rows strictly ascending, times ascending; never empty
 };
 
+// A cost table that learns: measured in a bad moment, or on a machine whose load changes, it would
+// mislead for ever. Each observation corrects its neighbourhood (rows up to the same power of two),
+// and, a little, all the rest.
+class LiveCost {
+ public:
+  explicit LiveCost(CostTable table) : table_(std::move(table)) {}
+
+  double Microseconds(int rows) const;
+  // A step of so many rows took so long.  Nonsense (no rows, no time) is ignored.
+  void Observe(int rows, double microseconds);
+
+  const CostTable& table() const { return table_; }
+
+ private:
+  // Mean of log(observed / table), recent observations weighing more.
+  struct Cell {
+    double log_ratio = 0;
+    double weight = 0;
+
+    void Add(double value, double memory);
+  };
+
+  CostTable table_;
+  std::array<Cell, 20> cells_;  // by the bit width of rows - 1
+  Cell all_;
+};
+
 // What a sequence's round may be.
 enum class Width { kOff = 0, kChain, kTree9, kTree17, kTree33 };
 inline constexpr int kWidths = 5;
@@ -50,7 +77,7 @@ struct WidthOption {
 };
 
 struct RoundCost {
-  const CostTable* verify = nullptr;
+  const LiveCost* verify = nullptr;
   int other_rows = 0;       // in the step whatever is chosen
   double other_tokens = 0;  // committed by them
   double draft_us = 0;      // paid by a drafted round

@@ -48,6 +48,37 @@ TEST(CostTableTest, RefusesNonsense) {
   EXPECT_DOUBLE_EQ(Table({{5, 10}}).Microseconds(1000), 10);
 }
 
+TEST(LiveCostTest, BeginsAsTheTableAndFollowsWhatIsSeen) {
+  LiveCost live(Table({{1, 100}, {8, 800}, {64, 6400}}));
+  for (int rows : {1, 3, 8, 20, 64, 200}) {
+    EXPECT_DOUBLE_EQ(live.Microseconds(rows), live.table().Microseconds(rows));
+  }
+  // The table was measured on a machine three times as busy.
+  for (int i = 0; i < 30; ++i) live.Observe(1, 100.0 / 3);
+  EXPECT_NEAR(live.Microseconds(1), 33.3, 0.1);
+  EXPECT_NEAR(live.Microseconds(64), 2133, 10);  // never seen: as the rest
+  // But 9 to 16 rows are told to be much dearer than they are.
+  for (int i = 0; i < 3; ++i) live.Observe(9, 50);
+  EXPECT_LT(live.Microseconds(9), 100);
+  EXPECT_GT(live.Microseconds(64), 1500);
+  // And back again.
+  for (int i = 0; i < 100; ++i) live.Observe(9, 900);
+  EXPECT_NEAR(live.Microseconds(9), 900, 50);
+}
+
+TEST(LiveCostTest, IgnoresNonsense) {
+  LiveCost live(Table({{1, 100}}));
+  live.Observe(0, 5);
+  live.Observe(-1, 5);
+  live.Observe(1, 0);
+  live.Observe(1, -3);
+  live.Observe(1, std::nan(""));
+  live.Observe(1, std::numeric_limits<double>::infinity());
+  EXPECT_DOUBLE_EQ(live.Microseconds(1), 100);
+  live.Observe(1 << 30, 1e30);  // an outlier is bounded
+  EXPECT_LT(live.Microseconds(1 << 30), 100 * std::exp(5.1));
+}
+
 std::vector<WidthOption> Options(const std::vector<double>& tokens, int sequences) {
   const int rows[] = {1, 8, 9, 17, 33};
   std::vector<WidthOption> options;
@@ -58,8 +89,8 @@ std::vector<WidthOption> Options(const std::vector<double>& tokens, int sequence
 }
 
 TEST(ChooseWidthTest, TakesTheBestRate) {
-  const CostTable flat = Table({{1, 1000}, {64, 1001}});
-  const CostTable steep = Table({{1, 1000}, {2, 2000}, {64, 64000}});
+  const LiveCost flat(Table({{1, 1000}, {64, 1001}}));
+  const LiveCost steep(Table({{1, 1000}, {2, 2000}, {64, 64000}}));
   RoundCost cost;
   cost.draft_us = 200;
   cost.overhead_us = 300;
@@ -72,14 +103,14 @@ TEST(ChooseWidthTest, TakesTheBestRate) {
   cost.verify = &flat;
   EXPECT_EQ(ChooseWidth(useless, cost), 0);  // the draft costs more than it brings
   // Under load the same rows cost more, and trees shrink.
-  const CostTable loaded = Table({{1, 1000}, {64, 1100}, {512, 6000}});
+  const LiveCost loaded(Table({{1, 1000}, {64, 1100}, {512, 6000}}));
   cost.verify = &loaded;
   EXPECT_EQ(ChooseWidth(good, cost), 4);
   EXPECT_LT(ChooseWidth(Options({1, 4.0, 4.2, 4.8, 5.3}, 16), cost), 4);
 }
 
 TEST(ChooseWidthTest, EqualsBruteForceAndBreaksTiesByRows) {
-  const CostTable table = Table({{1, 500}, {100, 500}});
+  const LiveCost table(Table({{1, 500}, {100, 500}}));
   RoundCost cost;
   cost.verify = &table;
   EXPECT_EQ(ChooseWidth({{2, 10, true}, {2, 5, true}, {2, 5, true}, {1, 1, false}}, cost), 1);

@@ -49,7 +49,6 @@ inline int32_t FakeNext(const std::vector<int32_t>& prefix, uint64_t seed) {
 }
 
 // ---- Stream
-// ---------------------------------------------------------------------------------------------------------
 
 // What a stream was told.  Shared with the test, which outlives it.
 struct StreamLog {
@@ -93,7 +92,6 @@ class FakeStream : public Stream {
 };
 
 // ---- Verifier
-// -------------------------------------------------------------------------------------------------------
 
 class FakeVerifier : public VerifierLink {
  public:
@@ -229,7 +227,8 @@ class FakeVerifier : public VerifierLink {
       EXPECT_LE(sequence.tokens.size(), static_cast<size_t>(info.max_position_embeddings));
     }
     result.pool = Pool();
-    result.timing.forward_us = 1000;
+    const auto cost = speculation::CostTable::Create(true_cost.empty() ? info.cost : true_cost);
+    result.timing.forward_us = static_cast<float>(cost->Microseconds(rows));
     result.timing.rows = rows;
     return result;
   }
@@ -246,6 +245,7 @@ class FakeVerifier : public VerifierLink {
   }
 
   VerifierInfo info;
+  std::vector<speculation::CostSample> true_cost;  // where info's table lies
   bool connected = false;
   uint64_t connection = 0;
   std::deque<StepRequest> requests;
@@ -396,7 +396,6 @@ class FakeVerifier : public VerifierLink {
 };
 
 // ---- Drafter
-// --------------------------------------------------------------------------------------------------------
 
 class FakeDrafter : public DrafterLink {
  public:
@@ -490,7 +489,6 @@ class FakeDrafter : public DrafterLink {
 };
 
 // ---- All of it together
-// ---------------------------------------------------------------------------------------------
 
 struct Cluster {
   explicit Cluster(SchedulerOptions given = {}) : options(std::move(given)), drafter(&verifier) {

@@ -19,7 +19,8 @@ using speculation::Width;
 constexpr int kGrowth = 256;
 // A sequence on `auto` that goes undrafted is drafted for once in so many rounds, to see whether it
 // would pay now.
-constexpr int kProbeEvery = 32;
+// At first sooner, so that a table that misleads is soon found out.
+constexpr int kProbeEvery = 64;
 // Re-admissions without progress, and refusals of the only running sequence, before a request is
 // given up.
 constexpr int kMaxFailures = 5;
@@ -177,7 +178,6 @@ TimePoint Scheduler::NextWake() const {
 }
 
 // ---- Requests
-// ---------------------------------------------------------------------------------------------------
 
 void Scheduler::On(Submit event) {
   const TimePoint now = clock_->Now();
@@ -322,18 +322,22 @@ bool Scheduler::PreemptLowest() {
 }
 
 // ---- Verifier
-// ---------------------------------------------------------------------------------------------------
 
 void Scheduler::On(VerifierUp event) {
+  const bool same = verifier_info_.epoch == event.info.epoch && verify_cost_.has_value();
   verifier_up_ = true;
   verifier_connection_ = event.connection;
   verifier_info_ = std::move(event.info);
   verifier_error_.clear();
   verifier_down_since_.reset();
   pool_ = verifier_info_.pool;
-  absl::StatusOr<speculation::CostTable> cost = speculation::CostTable::Create(verifier_info_.cost);
-  CHECK(cost.ok()) << cost.status();  // CheckVerifier let it pass
-  verify_cost_ = *std::move(cost);
+  if (!same) {  // else what was learned of it still holds
+    absl::StatusOr<speculation::CostTable> cost =
+        speculation::CostTable::Create(verifier_info_.cost);
+    CHECK(cost.ok()) << cost.status();  // CheckVerifier let it pass
+    verify_cost_.emplace(*std::move(cost));
+    prefill_us_per_token_ = verifier_info_.prefill_us_per_token;
+  }
   steps_.clear();
   releases_.clear();
   round_began_.reset();
@@ -418,7 +422,7 @@ void Scheduler::On(VerifierStep event) {
     }
   }
   if (no_pages && !advanced && steps_.empty()) PreemptLowest();
-  if (step.has_trees) NoteRound(result.timing);
+  NoteStep(step, result.timing);
 }
 
 void Scheduler::OnRefused(const AdmitResult& refused) {
@@ -564,13 +568,20 @@ void Scheduler::OnDone(Session* session, const Work& work, WorkResult result) {
   Say(session, std::move(delta));
 }
 
-void Scheduler::NoteRound(const StepTiming& timing) {
+void Scheduler::NoteStep(const InFlightStep& step, const StepTiming& timing) {
+  const float computed = timing.forward_us + timing.sample_us + timing.commit_us;
+  const int rows = timing.rows > 0 ? timing.rows : step.rows;
+  if (step.has_trees && !step.has_prefill) {
+    verify_cost_->Observe(rows, computed);
+  } else if (step.has_prefill && !step.has_trees && rows >= 8 && computed > 0) {
+    prefill_us_per_token_ += 0.25 * (computed / rows - prefill_us_per_token_);
+  }
+  if (!step.has_trees) return;
   const TimePoint now = clock_->Now();
   if (round_began_.has_value() && round_pure_) {
-    const float overhead =
-        std::max(0.0f, MicrosBetween(*round_began_, now) - timing.forward_us - round_draft_us_);
-    overheads_[overhead_count_++ % overheads_.size()] = overhead;
-    overhead_us_ += 0.05 * (overhead - overhead_us_);
+    const float took = MicrosBetween(*round_began_, now) - round_draft_us_;
+    overheads_[overhead_count_++ % overheads_.size()] = std::max(0.0f, took - timing.forward_us);
+    overhead_us_ += 0.05 * (std::max(0.0f, took - computed) - overhead_us_);
   }
   round_began_ = now;
   round_draft_us_ = 0;
@@ -578,7 +589,6 @@ void Scheduler::NoteRound(const StepTiming& timing) {
 }
 
 // ---- Drafter
-// ----------------------------------------------------------------------------------------------------
 
 void Scheduler::On(DrafterUp event) {
   drafter_up_ = true;
@@ -586,7 +596,8 @@ void Scheduler::On(DrafterUp event) {
   drafter_info_ = std::move(event.info);
   drafter_error_.clear();
   absl::StatusOr<speculation::CostTable> cost = speculation::CostTable::Create(drafter_info_.cost);
-  draft_cost_ = cost.ok() ? std::optional(*std::move(cost)) : std::nullopt;
+  draft_cost_.reset();
+  if (cost.ok()) draft_cost_.emplace(*std::move(cost));
   batches_.clear();
   awaited_.clear();
   drafter_fits_ = verifier_info_.epoch == 0
@@ -620,6 +631,9 @@ void Scheduler::On(DrafterReplied event) {
     const bool answered = batch.batch == event.reply.batch;
     if (answered && !batch.expired) {
       if (awaited_.contains(batch.batch)) round_draft_us_ += event.reply.draft_us;
+      if (draft_cost_.has_value()) {
+        draft_cost_->Observe(static_cast<int>(batch.handles.size()), event.reply.draft_us);
+      }
       for (DraftAnswer& answer : event.reply.answers) {
         const auto known = by_sequence_.find(answer.sequence);
         if (known == by_sequence_.end()) continue;
@@ -697,7 +711,6 @@ void Scheduler::NoteSpeculation() {
 }
 
 // ---- The next step
-// ----------------------------------------------------------------------------------------------
 
 void Scheduler::CheckTimes() {
   const TimePoint now = clock_->Now();
@@ -846,8 +859,13 @@ void Scheduler::AskForDrafts() {
   if (!autos.empty()) {
     const bool pays = AutoPays(autos, static_cast<int>(asking.size()));
     for (Session* session : autos) {
-      if (pays || ++session->undrafted_rounds >= kProbeEvery) {
+      if (pays) {
         session->undrafted_rounds = 0;
+        asking.push_back(session);
+      } else if (++session->undrafted_rounds >= session->next_probe) {
+        session->undrafted_rounds = 0;
+        session->next_probe = std::min(2 * session->next_probe, kProbeEvery);
+        session->probing = true;
         asking.push_back(session);
       } else {
         GivePlain(session, false);
@@ -926,7 +944,9 @@ void Scheduler::BuildAutoTrees(const std::vector<Session*>& autos, int other_row
   }
   const int chosen = speculation::ChooseWidth(options, cost);
   for (int i = 0; i < count; ++i) {
-    batch_trees_[i].Truncate(nodes[i][chosen]);
+    // Who only looks whether drafting would pay has to look at a draft.
+    const bool looks = std::exchange(autos[i]->probing, false) && chosen == 0;
+    batch_trees_[i].Truncate(nodes[i][looks ? 1 : chosen]);
     std::swap(autos[i]->tree, batch_trees_[i]);
   }
 }
@@ -1009,13 +1029,13 @@ void Scheduler::SendStep() {
   PlanLimits limits;
   limits.max_rows = verifier_info_.max_rows;
   limits.prefill_rows = limits.max_rows;
-  if (decoding > 0 && verifier_info_.prefill_us_per_token > 0) {
+  if (decoding > 0 && prefill_us_per_token_ > 0) {
     // Those who decode should not wait much longer than without.
     const double gap = std::max(DraftMicroseconds(asked),
                                 verify_cost_->Microseconds(std::max(tree_rows, decoding)));
-    limits.prefill_rows = static_cast<int>(std::clamp(gap / verifier_info_.prefill_us_per_token,
-                                                      static_cast<double>(kMinChunk),
-                                                      static_cast<double>(limits.max_rows)));
+    limits.prefill_rows =
+        static_cast<int>(std::clamp(gap / prefill_us_per_token_, static_cast<double>(kMinChunk),
+                                    static_cast<double>(limits.max_rows)));
   }
 
   StepRequest request;
@@ -1056,6 +1076,7 @@ void Scheduler::Transmit(StepRequest request) {
   step.step = request.step = next_step_++;
   request.releases = std::exchange(releases_, {});
   for (const Work& work : request.work) {
+    step.rows += work.rows();
     (work.prefill > 0 ? step.has_prefill : step.has_trees) = true;
     step.sequences.push_back(work.sequence);
     by_sequence_.at(work.sequence)->in_flight_step = step.step;
@@ -1084,7 +1105,6 @@ void Scheduler::Deliver() {
 }
 
 // ---- What others may know
-// ---------------------------------------------------------------------------------------
 
 int64_t Scheduler::pool_tokens() const { return pool_.pages * pool_.page_size; }
 

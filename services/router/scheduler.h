@@ -93,7 +93,6 @@ absl::Status CheckPair(const VerifierInfo& verifier, const DrafterInfo& drafter,
                        const std::string& verifier_address, const std::string& drafter_address);
 
 // ---- Events: all that the scheduler reacts to
-// -------------------------------------------------------------------
 
 struct Submit {
   uint64_t handle = 0;  // chosen by the caller, unique
@@ -161,6 +160,7 @@ class Scheduler {
  private:
   struct InFlightStep {
     uint64_t step = 0;
+    int rows = 0;
     bool has_trees = false;
     bool has_prefill = false;
     std::vector<uint64_t> sequences;
@@ -224,7 +224,7 @@ class Scheduler {
   void SendReleases();
   void Deliver();
   void NoteSpeculation();
-  void NoteRound(const StepTiming& timing);
+  void NoteStep(const InFlightStep& step, const StepTiming& timing);
 
   // Has an unanswered question that was given up.
   bool DrafterStuck() const;
@@ -253,7 +253,8 @@ class Scheduler {
   bool verifier_up_ = false;
   uint64_t verifier_connection_ = 0;
   VerifierInfo verifier_info_;
-  std::optional<speculation::CostTable> verify_cost_;
+  std::optional<speculation::LiveCost> verify_cost_;
+  double prefill_us_per_token_ = 0;
   std::string verifier_error_ = "not connected yet";
   std::optional<TimePoint> verifier_down_since_;  // also from the start
   PoolState pool_;
@@ -264,7 +265,7 @@ class Scheduler {
   bool drafter_up_ = false;
   uint64_t drafter_connection_ = 0;
   DrafterInfo drafter_info_;
-  std::optional<speculation::CostTable> draft_cost_;
+  std::optional<speculation::LiveCost> draft_cost_;
   std::string drafter_error_;
   absl::Status drafter_fits_;  // this drafter and this verifier
   bool speculating_ = false;   // as last told
@@ -277,7 +278,7 @@ class Scheduler {
   std::optional<TimePoint> round_began_;
   bool round_pure_ = false;
   float round_draft_us_ = 0;
-  double overhead_us_ = 400;
+  double overhead_us_ = 400;  // mean, of a round beyond what the cost tables speak of
   std::array<float, 512> overheads_{};
   size_t overhead_count_ = 0;
 

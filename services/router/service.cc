@@ -152,7 +152,6 @@ absl::StatusOr<std::vector<int32_t>> EncodeMessages(const Tokenizer& tokenizer,
 }  // namespace
 
 // ---- Inference
-// --------------------------------------------------------------------------------------------------
 
 InferenceService::InferenceService(const InferenceOptions& options, const Tokenizer* tokenizer,
                                    Engine* engine, std::function<uint64_t()> random)
@@ -284,7 +283,6 @@ grpc::ServerUnaryReactor* InferenceService::GetModel(grpc::CallbackServerContext
 }
 
 // ---- Cluster
-// ----------------------------------------------------------------------------------------------------
 
 ClusterService::ClusterService(const ClusterOptions& options, Engine* engine)
     : options_(options), engine_(engine), started_(Clock::Real()->Now()) {}

@@ -92,8 +92,10 @@ class Session {
   speculation::AcceptanceTracker acceptance;
   speculation::WidthForecast forecast;
   int undrafted_rounds = 0;  // of `auto`, since its last draft
-  int draft_failures = 0;    // in a row
-  int draft_pause = 0;       // rounds to go without asking
+  int next_probe = 4;        // after so many it is drafted for, to see whether that would pay now
+  bool probing = false;
+  int draft_failures = 0;  // in a row
+  int draft_pause = 0;     // rounds to go without asking
 
   speculation::CandidateView candidates() const;
   speculation::BuildRequest MakeBuildRequest(int max_nodes) const;
