@@ -1,5 +1,6 @@
 #include "services/common/flags.h"
 
+#include <algorithm>
 #include <cctype>
 #include <cstdlib>
 #include <iostream>
@@ -117,6 +118,13 @@ std::optional<int> FlagParser::Parse(int argc, const char* const* argv) {
     if (InEnvironment(bare)) return " (from " + EnvironmentName(bare) + ")";
     return flag.rfind("--", 0) == 0 ? " (from the configuration file)" : "";
   };
+  // The environment of a command that was not called may hold anything.
+  for (CLI::App* command : app_.get_subcommands({})) {
+    const bool named = std::any_of(argv + 1, argv + argc,
+                                   [&](const char* arg) { return command->get_name() == arg; });
+    if (named) continue;
+    for (CLI::Option* option : command->get_options()) option->envname("");
+  }
   try {
     app_.parse(argc, argv);
     return std::nullopt;

@@ -151,6 +151,20 @@ TEST(CommandsTest, ErrorsNameTheCommand) {
             "tool: --rows takes a whole number, not 'x'; see tool run --help\n");
 }
 
+TEST(CommandsTest, AnotherCommandsEnvironmentDoesNotMatter) {
+  FlagParser parser("tool", "does things");
+  int rows = 0, columns = 0;
+  parser.Add("rows", &rows, "rows", parser.AddCommand("run", "runs"));
+  parser.Add("columns", &columns, "columns", parser.AddCommand("walk", "walks"));
+  setenv("COPPICE_ROWS", "many", 1);
+  setenv("COPPICE_COLUMNS", "3", 1);
+  const char* argv[] = {"tool", "walk"};
+  EXPECT_EQ(parser.Parse(2, argv), std::nullopt);
+  EXPECT_EQ(columns, 3);
+  unsetenv("COPPICE_ROWS");
+  unsetenv("COPPICE_COLUMNS");
+}
+
 TEST(EnvironmentNameTest, Upcases) {
   EXPECT_EQ(FlagParser::EnvironmentName("max-rows"), "COPPICE_MAX_ROWS");
 }
