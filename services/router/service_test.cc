@@ -601,6 +601,13 @@ TEST_F(RouterTest, ASlowReaderGetsItAllInFewerDeltas) {
   v1::GenerateRequest request = MakeRequest("patience", 3000, 9);
   request.set_speculation(v1::SPECULATION_OFF);
   request.set_logprobs(1);
+  // A receive window that the reply does not fit into.
+  grpc::ChannelArguments small;
+  small.SetInt(GRPC_ARG_HTTP2_BDP_PROBE, 0);
+  small.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, 1024);
+  small.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  stub_ = v1::Inference::NewStub(
+      grpc::CreateCustomChannel(server_->address(), grpc::InsecureChannelCredentials(), small));
   bool slept = false;
   const Reply reply = Generate(request, [&](const v1::GenerateDelta&) {
     if (std::exchange(slept, true)) return;
