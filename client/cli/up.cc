@@ -13,9 +13,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "client/cli/commands.h"
-#include "client/health.h"
 #include "client/cli/process.h"
 #include "client/cli/supervisor.h"
+#include "client/health.h"
 
 namespace coppice::cli {
 namespace {
