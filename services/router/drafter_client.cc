@@ -51,7 +51,7 @@ absl::Status DrafterClient::Prepare() {
   v1::DrafterInfo reply;
   const grpc::Status status = stub_->GetInfo(&context, v1::GetDrafterInfoRequest(), &reply);
   if (!status.ok()) {
-    return absl::UnavailableError(absl::StrCat("it cannot be reached: ", status.error_message()));
+    return absl::UnavailableError(absl::StrCat("it does not answer: ", status.error_message()));
   }
   info_ = FromWire(reply);
   return absl::OkStatus();

@@ -73,7 +73,7 @@ int Main(int argc, char** argv) {
            "nodes of a tree, the root counted, where a request says no number")
       ->check(CLI::Range(1, 64));
   flags.Add("max-queue", &max_queue, "requests that may wait for admission")
-      ->check(CLI::Range(0, 1 << 20));
+      ->check(CLI::Range(1, 1 << 20));
   flags.Add("draft-top-k", &top_k, "candidates asked of the drafter per position")
       ->check(CLI::Range(1, 64));
   if (const std::optional<int> code = flags.Parse(argc, argv)) return *code;

@@ -303,24 +303,6 @@ void Scheduler::Replay(Session* session, bool gone) {
   ++counters_.replays;
 }
 
-bool Scheduler::PreemptLowest() {
-  Session* lowest = nullptr;
-  int running = 0;
-  for (const auto& [handle, session] : sessions_) {
-    if (session->phase == Session::Phase::kQueued) continue;
-    ++running;
-    // One whose work is under way may be about to advance.
-    if (session->in_flight.has_value()) continue;
-    if (lowest == nullptr || RanksBefore(lowest, session.get())) lowest = session.get();
-  }
-  if (running < 2 || lowest == nullptr) return false;
-  LOG(INFO) << "the verifier's pool is full and nobody advances: request " << lowest->request.id
-            << " makes room and waits";
-  Replay(lowest, false);
-  lowest->not_before = clock_->Now() + std::chrono::milliseconds(100);
-  return true;
-}
-
 // ---- Verifier
 
 void Scheduler::On(VerifierUp event) {
@@ -408,9 +390,7 @@ void Scheduler::On(VerifierStep event) {
   steps_.pop_front();
   pool_ = result.pool;
   for (const AdmitResult& refused : result.refused) OnRefused(refused);
-  bool advanced = false;
-  bool no_pages = false;
-  for (WorkResult& work : result.results) OnResult(std::move(work), &advanced, &no_pages);
+  for (WorkResult& work : result.results) OnResult(std::move(work));
   for (uint64_t sequence : step.sequences) {
     const auto known = by_sequence_.find(sequence);
     if (known == by_sequence_.end()) continue;
@@ -421,7 +401,6 @@ void Scheduler::On(VerifierStep event) {
       Replay(session, false);
     }
   }
-  if (no_pages && !advanced && steps_.empty()) PreemptLowest();
   NoteStep(step, result.timing);
 }
 
@@ -452,7 +431,7 @@ void Scheduler::OnRefused(const AdmitResult& refused) {
   session->Requeue();
 }
 
-void Scheduler::OnResult(WorkResult result, bool* advanced, bool* no_pages) {
+void Scheduler::OnResult(WorkResult result) {
   const auto known = by_sequence_.find(result.sequence);
   if (known == by_sequence_.end()) return;  // it ended meanwhile
   Session* session = known->second;
@@ -472,20 +451,19 @@ void Scheduler::OnResult(WorkResult result, bool* advanced, bool* no_pages) {
   };
   switch (result.outcome) {
     case Outcome::kDone:
-      *advanced = true;
       return OnDone(session, work, std::move(result));
     case Outcome::kNoPages:
-      *no_pages = true;
+      // The verifier sees to it that the oldest always advances, so room will come; alone it will
+      // not.
       ++session->refusals;
-      if (by_sequence_.size() == 1) {
-        if (session->refusals > kMaxLonelyRefusals) {
-          return Fail(session, absl::ResourceExhaustedError(absl::StrCat(
-                                   "the verifier's pool has no room though nobody else runs (",
-                                   pool_.free_pages, " of ", pool_.pages, " pages free, ",
-                                   pool_.leaked_pages, " leaked)")));
-        }
-        session->not_before = clock_->Now() + std::chrono::milliseconds(20);
+      if (by_sequence_.size() == 1 && session->refusals > kMaxLonelyRefusals) {
+        return Fail(session, absl::ResourceExhaustedError(absl::StrCat(
+                                 "the verifier's pool has no room though nobody else runs (",
+                                 pool_.free_pages, " of ", pool_.pages, " pages free, ",
+                                 pool_.leaked_pages, " leaked)")));
       }
+      session->not_before =
+          clock_->Now() + std::chrono::milliseconds(by_sequence_.size() == 1 ? 20 : 2);
       return;
     case Outcome::kPreempted:
       VLOG(1) << "request " << session->request.id << " was preempted and waits again";
@@ -773,7 +751,8 @@ void Scheduler::AdmitWaiting() {
     }
     if (session->not_before > now) continue;
     // In order: a small request does not overtake a large one, which would then never run.
-    if (running >= verifier_info_.max_sequences) break;
+    // Nor are there more than a step has rows: each gets at least its root into every one.
+    if (running >= std::min(verifier_info_.max_sequences, verifier_info_.max_rows)) break;
     if (running > 0 && pages + PagesFor(*session) > pool_.pages) break;
     ++running;
     pages += PagesFor(*session);
@@ -1068,7 +1047,9 @@ void Scheduler::SendStep() {
 }
 
 void Scheduler::SendReleases() {
-  if (!releases_.empty()) Transmit(StepRequest{});
+  // In a storm of cancellations they gather behind the steps under way, whose results bring us here
+  // again.
+  if (!releases_.empty() && steps_.size() < 4) Transmit(StepRequest{});
 }
 
 void Scheduler::Transmit(StepRequest request) {

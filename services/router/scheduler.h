@@ -192,7 +192,7 @@ class Scheduler {
   void On(DrafterReplied event);
   void On(DrafterDown event);
 
-  void OnResult(WorkResult result, bool* advanced, bool* no_pages);
+  void OnResult(WorkResult result);
   void OnDone(Session* session, const Work& work, WorkResult result);
   void OnRefused(const AdmitResult& refused);
 
@@ -207,8 +207,6 @@ class Scheduler {
   void Forget(Session* session, bool gone);
   // To be admitted anew with the tokens so far, ahead of its class.
   void Replay(Session* session, bool gone);
-  // Takes the place of the lowest-ranked running sequence away.  False where fewer than two run.
-  bool PreemptLowest();
 
   void CheckTimes();
   void AdmitWaiting();

@@ -53,7 +53,7 @@ absl::Status VerifierClient::Prepare() {
   v1::VerifierInfo reply;
   const grpc::Status status = stub_->GetInfo(&context, v1::GetVerifierInfoRequest(), &reply);
   if (!status.ok()) {
-    return absl::UnavailableError(absl::StrCat("it cannot be reached: ", status.error_message()));
+    return absl::UnavailableError(absl::StrCat("it does not answer: ", status.error_message()));
   }
   VerifierInfo info = FromWire(reply);
   if (absl::Status fits = check_(info); !fits.ok()) return fits;
