@@ -64,6 +64,8 @@ int Run(const Flags& flags, ShutdownSignals* signals) {
   if (!routers.ok()) return Fail(std::string(routers.status().message()));
   ClientOptions options;
   options.routers = *routers;
+  // A cluster that is up brings back a service that died: worth some seconds' wait.
+  if (flags.cluster.routers.empty()) options.attempts_before_first = 12;
   Client client(options);
   const absl::StatusOr<v1::Model> model = client.GetModel();
   if (!model.ok()) return Fail(std::string(model.status().message()));

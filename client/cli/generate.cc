@@ -95,6 +95,8 @@ int Run(const Flags& flags, ShutdownSignals* signals) {
 
   ClientOptions options;
   options.routers = *routers;
+  // A cluster that is up brings back a service that died: worth some seconds' wait.
+  if (flags.cluster.routers.empty()) options.attempts_before_first = 12;
   Client client(options);
   std::optional<std::chrono::system_clock::time_point> deadline;
   if (flags.timeout > 0) {
