@@ -936,7 +936,7 @@ TEST_P(SchedulerPropertyTest, StreamsAreTrueWhateverHappens) {
   RecordProperty("complete", static_cast<int>(complete));
 }
 
-INSTANTIATE_TEST_SUITE_P(Seeds, SchedulerPropertyTest, ::testing::Range(0, 300));
+INSTANTIATE_TEST_SUITE_P(Seeds, SchedulerPropertyTest, ::testing::Range(0, 150));
 
 }  // namespace
 }  // namespace coppice::router
