@@ -17,24 +17,25 @@ absl::StatusOr<std::unique_ptr<RankGroup>> RankGroup::Create(int ranks) {
 
 RankGroup::~RankGroup() {
   {
-    absl::MutexLock lock(&mutex_);
+    std::lock_guard<std::mutex> lock(mutex_);
     stop_ = true;
   }
+  begun_.notify_all();
   for (std::thread& thread : threads_) thread.join();
 }
 
 void RankGroup::Run(absl::FunctionRef<void(int)> body) {
   if (threads_.empty()) return body(0);
   {
-    absl::MutexLock lock(&mutex_);
+    std::lock_guard<std::mutex> lock(mutex_);
     body_ = &body;
     running_ = static_cast<int>(threads_.size());
     ++round_;
   }
+  begun_.notify_all();
   body(0);
-  absl::MutexLock lock(&mutex_);
-  mutex_.Await(absl::Condition(
-      +[](int* running) { return *running == 0; }, &running_));
+  std::unique_lock<std::mutex> lock(mutex_);
+  ended_.wait(lock, [&] { return running_ == 0; });
   body_ = nullptr;
 }
 
@@ -49,19 +50,18 @@ absl::Status RankGroup::RunWithStatus(absl::FunctionRef<absl::Status(int)> body)
 
 void RankGroup::Work(int rank) {
   int64_t seen = 0;
-  const auto ready = [this, &seen]()
-                         ABSL_NO_THREAD_SAFETY_ANALYSIS { return stop_ || round_ != seen; };
   for (;;) {
     const absl::FunctionRef<void(int)>* body;
     {
-      absl::MutexLock lock(&mutex_, absl::Condition(&ready));
+      std::unique_lock<std::mutex> lock(mutex_);
+      begun_.wait(lock, [&] { return stop_ || round_ != seen; });
       if (stop_) return;
       seen = round_;
       body = body_;
     }
     (*body)(rank);
-    absl::MutexLock lock(&mutex_);
-    --running_;
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (--running_ == 0) ended_.notify_one();
   }
 }
 

@@ -2,16 +2,16 @@
 #ifndef COPPICE_MODEL_RANK_GROUP_H_
 #define COPPICE_MODEL_RANK_GROUP_H_
 
+#include <condition_variable>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <thread>
 #include <vector>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/synchronization/mutex.h"
 #include "kernels/ops.h"
 
 namespace coppice {
@@ -42,11 +42,13 @@ class RankGroup {
   std::unique_ptr<kernels::CpuGroup> group_;
   std::vector<std::unique_ptr<kernels::Ops>> ops_;
 
-  absl::Mutex mutex_;
-  int64_t round_ ABSL_GUARDED_BY(mutex_) = 0;
-  int running_ ABSL_GUARDED_BY(mutex_) = 0;  // threads that have not finished this round
-  bool stop_ ABSL_GUARDED_BY(mutex_) = false;
-  const absl::FunctionRef<void(int)>* body_ ABSL_GUARDED_BY(mutex_) = nullptr;
+  std::mutex mutex_;  // of all below but the threads
+  std::condition_variable begun_;
+  std::condition_variable ended_;
+  int64_t round_ = 0;
+  int running_ = 0;  // threads that have not finished this round
+  bool stop_ = false;
+  const absl::FunctionRef<void(int)>* body_ = nullptr;
   std::vector<std::thread> threads_;
 };
 

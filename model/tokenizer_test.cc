@@ -364,7 +364,6 @@ TEST_F(TokenizerLoad, NamesTheMissingFile) {
 }
 
 // ---- Against PyPI tiktoken
-// --------------------------------------------------------------------------------
 
 std::unique_ptr<Tokenizer> Demo(int vocab_size) {
   auto tokenizer = Tokenizer::Load(kDemo, vocab_size);

@@ -644,7 +644,7 @@ KvHeads DraftKvHeads(const DraftConfig& config, int rank, int ranks) {
 }
 
 void LoadProgress::Add(int64_t bytes) {
-  absl::MutexLock lock(&mutex_);
+  std::lock_guard<std::mutex> lock(mutex_);
   done_ += bytes;
   if (callback_) callback_(done_, total_);
 }

@@ -10,14 +10,13 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/synchronization/mutex.h"
 #include "kernels/ops.h"
 #include "model/checkpoint.h"
 #include "model/config.h"
@@ -25,7 +24,6 @@
 namespace coppice {
 
 // ---- In the files
-// -----------------------------------------------------------------------------------------
 
 // A weight matrix [rows, cols] as the files hold it: bf16, fp32, or INT4 with one bf16 scale per 32
 // inputs.
@@ -129,7 +127,6 @@ absl::Status CheckTargetRanks(const ModelConfig& config, int tp);
 absl::Status CheckDraftRanks(const DraftConfig& config, int tp);
 
 // ---- On a device
-// ------------------------------------------------------------------------------------------
 
 // Device memory with a shape.
 struct DeviceTensor {
@@ -221,13 +218,13 @@ class LoadProgress {
  public:
   LoadProgress(int64_t total, std::function<void(int64_t, int64_t)> callback)
       : total_(total), callback_(std::move(callback)) {}
-  void Add(int64_t bytes) ABSL_LOCKS_EXCLUDED(mutex_);
+  void Add(int64_t bytes);
 
  private:
   const int64_t total_;
-  absl::Mutex mutex_;
-  int64_t done_ ABSL_GUARDED_BY(mutex_) = 0;
-  const std::function<void(int64_t, int64_t)> callback_ ABSL_GUARDED_BY(mutex_);
+  std::mutex mutex_;  // of all below
+  int64_t done_ = 0;
+  const std::function<void(int64_t, int64_t)> callback_;
 };
 
 // Bytes that Load… of all ranks together report to `progress`.

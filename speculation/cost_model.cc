@@ -45,13 +45,6 @@ double CostTable::Microseconds(int rows) const {
                                 static_cast<double>(high.rows - low.rows);
 }
 
-std::vector<int> CostTable::right_edges() const {
-  std::vector<int> edges;
-  edges.reserve(samples_.size());
-  for (const CostSample& sample : samples_) edges.push_back(sample.rows);
-  return edges;
-}
-
 namespace {
 
 int CellOf(int rows) {
@@ -81,22 +74,6 @@ void LiveCost::Observe(int rows, double microseconds) {
       std::clamp(std::log(microseconds / table_.Microseconds(rows)), -5.0, 5.0);
   cells_[CellOf(rows)].Add(log_ratio, 16);
   all_.Add(log_ratio, 64);
-}
-
-const char* WidthName(Width width) {
-  switch (width) {
-    case Width::kOff:
-      return "off";
-    case Width::kChain:
-      return "chain";
-    case Width::kTree9:
-      return "tree of 9";
-    case Width::kTree17:
-      return "tree of 17";
-    case Width::kTree33:
-      return "tree of 33";
-  }
-  return "unknown";
 }
 
 double Rate(const WidthOption& option, const RoundCost& cost) {

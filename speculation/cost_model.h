@@ -27,10 +27,6 @@ class CostTable {
 
   double Microseconds(int rows) const;
 
-  // The rows after which time rises most steeply are worth filling up to: all samples' rows,
-  // ascending.
-  std::vector<int> right_edges() const;
-
  private:
   explicit CostTable(std::vector<CostSample> samples) : samples_(std::move(samples)) {}
 
@@ -67,7 +63,6 @@ class LiveCost {
 // What a sequence's round may be.
 enum class Width { kOff = 0, kChain, kTree9, kTree17, kTree33 };
 inline constexpr int kWidths = 5;
-const char* WidthName(Width width);
 
 // One way to run the batch's next round.
 struct WidthOption {

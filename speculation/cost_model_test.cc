@@ -9,8 +9,6 @@
 namespace coppice::speculation {
 namespace {
 
-using ::testing::ElementsAre;
-
 CostTable Table(std::vector<CostSample> samples) { return CostTable::Create(samples).value(); }
 
 TEST(CostTableTest, InterpolatesExtendsAndNeverDescends) {
@@ -23,7 +21,6 @@ TEST(CostTableTest, InterpolatesExtendsAndNeverDescends) {
   EXPECT_DOUBLE_EQ(table.Microseconds(12), 170);  // 160 at 16 rows was noise
   EXPECT_DOUBLE_EQ(table.Microseconds(24), 330);
   EXPECT_DOUBLE_EQ(table.Microseconds(48), 810);
-  EXPECT_THAT(table.right_edges(), ElementsAre(1, 4, 8, 16, 32));
   double last = 0;
   for (int rows = 0; rows < 100; ++rows) {
     EXPECT_GE(table.Microseconds(rows), last);
@@ -140,7 +137,6 @@ TEST(WidthForecastTest, BeginsOptimisticAndFollows) {
                    1.5);  // the first observation replaces the guess
   for (int i = 0; i < 100; ++i) forecast.Observe({1, 4, 5, 6, 7});
   EXPECT_NEAR(forecast.tokens(Width::kTree33), 7, 0.01);
-  EXPECT_STREQ(WidthName(Width::kTree33), "tree of 33");
 }
 
 }  // namespace

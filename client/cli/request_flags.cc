@@ -129,7 +129,8 @@ void RequestFlags::AddTo(FlagParser* flags, CLI::App* command) {
                          ->envname("COPPICE_LOGPROBS")
                          ->check(CLI::Range(0, 20));
   flags->AddChoice("speculation", &speculation_, {"off", "chain", "tree", "auto"},
-                   "how rounds are drafted; auto: the cost model decides", command);
+                   "how rounds are drafted; auto: the cost model decides (default: the router's)",
+                   command);
   tree_nodes_option_ =
       flags->Add("tree-nodes", &tree_nodes_, "nodes of a draft tree, the root counted", command)
           ->check(CLI::Range(1, 64));
@@ -149,10 +150,12 @@ v1::GenerateRequest RequestFlags::Request() const {
   if (logprobs_option_->count() > 0) request.set_logprobs(logprobs_);
   if (tree_nodes_option_->count() > 0) request.set_tree_nodes(tree_nodes_);
   request.set_priority(priority_);
-  request.set_speculation(speculation_ == "off"     ? v1::SPECULATION_OFF
-                          : speculation_ == "chain" ? v1::SPECULATION_CHAIN
-                          : speculation_ == "tree"  ? v1::SPECULATION_TREE
-                                                    : v1::SPECULATION_AUTO);
+  if (!speculation_.empty()) {
+    request.set_speculation(speculation_ == "off"     ? v1::SPECULATION_OFF
+                            : speculation_ == "chain" ? v1::SPECULATION_CHAIN
+                            : speculation_ == "tree"  ? v1::SPECULATION_TREE
+                                                      : v1::SPECULATION_AUTO);
+  }
   return request;
 }
 

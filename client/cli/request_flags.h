@@ -28,7 +28,7 @@ class RequestFlags {
   std::vector<uint32_t> stop_ids_;
   bool ignore_eos_ = false;
   uint32_t logprobs_ = 0;
-  std::string speculation_ = "auto";
+  std::string speculation_;  // empty: as the router's --speculation says
   uint32_t tree_nodes_ = 17;
   int32_t priority_ = 0;
   CLI::Option* seed_option_ = nullptr;

@@ -36,7 +36,7 @@ TEST_F(RequestFlagsTest, Defaults) {
   EXPECT_FALSE(request.has_seed());
   EXPECT_FALSE(request.has_logprobs());
   EXPECT_FALSE(request.has_tree_nodes());
-  EXPECT_EQ(request.speculation(), v1::SPECULATION_AUTO);
+  EXPECT_EQ(request.speculation(), v1::SPECULATION_UNSPECIFIED);  // the router's default
 }
 
 TEST_F(RequestFlagsTest, EveryFlagReachesTheRequest) {

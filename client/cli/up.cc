@@ -9,6 +9,7 @@
 #include <fstream>
 #include <iostream>
 #include <memory>
+#include <string_view>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -53,7 +54,8 @@ class Voice {
   int fd_;
 };
 
-// Ends the detached child's words to its parent: all is ready.
+// Among the detached child's words to its parent: the endpoints follow; all is ready.
+constexpr char kEndpoints = '\x05';
 constexpr char kReady = '\x06';
 
 absl::Status CheckModel(const std::string& flag, const std::string& dir) {
@@ -227,8 +229,7 @@ int RunBehind(const Flags& flags, ShutdownSignals* signals, int pipe) {
   for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) dup2(null, fd);
   Voice voice(pipe);
   return Supervise(flags, signals, &voice, [&](const std::string& endpoints) {
-    voice.Raw(endpoints);
-    voice.Raw(std::string(1, kReady));
+    voice.Raw(kEndpoints + endpoints + kReady);
     const std::string log = StateDir(flags.cluster.state).LogPath("up");
     const int fd = open(log.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
     voice.SetFd(fd);
@@ -246,15 +247,22 @@ int RunDetached(const Flags& flags, ShutdownSignals* signals) {
     _exit(RunBehind(flags, signals, ends[1]));
   }
   close(ends[1]);
+  std::ostream* to = &std::cerr;
   for (;;) {
     pollfd wait = {ends[0], POLLIN, 0};
     if (poll(&wait, 1, 100) > 0) {
       char text[4096];
       const ssize_t n = read(ends[0], text, sizeof text);
       if (n <= 0) break;
-      const bool ready = text[n - 1] == kReady;
-      std::cerr << std::string(text, ready ? n - 1 : n) << std::flush;
-      if (ready) return 0;
+      for (const char c : std::string_view(text, n)) {
+        if (c == kEndpoints) {
+          to = &std::cout;
+        } else if (c != kReady) {
+          *to << c;
+        }
+      }
+      *to << std::flush;
+      if (text[n - 1] == kReady) return 0;
     }
     if (signals->WaitUntil(std::chrono::steady_clock::now()) != 0) kill(child, SIGTERM);
   }

@@ -15,8 +15,8 @@ namespace coppice {
 // variable counts as unset.
 //
 //   FlagParser flags("coppice-drafter", "Drafts what may come next.");
-//   flags.Add("window", &window, "context positions kept per sequence")->check(CLI::Range(1, 1 <<
-//   20)); if (auto code = flags.Parse(argc, argv)) return *code;
+//   flags.Add("window", &window, "positions kept")->check(CLI::Range(1, 65536));
+//   if (auto code = flags.Parse(argc, argv)) return *code;
 class FlagParser {
  public:
   FlagParser(const std::string& binary, const std::string& description);

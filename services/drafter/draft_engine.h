@@ -20,7 +20,6 @@
 namespace coppice::drafter {
 
 // ---- What happens to the drafter
-// ----------------------------------------------------------------------------------
 
 // A verifier's stream, numbered by the caller, has said hello.  An older stream of the same epoch
 // is over.
@@ -102,7 +101,6 @@ struct Event {
 };
 
 // ---- The engine
-// ---------------------------------------------------------------------------------------------------
 
 struct EngineOptions {
   int slots = 64;

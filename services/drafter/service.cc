@@ -168,7 +168,6 @@ class ReadGate {
 }  // namespace
 
 // ---- A verifier's stream
-// ------------------------------------------------------------------------------------------
 
 class DrafterService::ContextReactor
     : public grpc::ServerBidiReactor<v1::ContextBatch, v1::ContextAck> {
@@ -272,7 +271,6 @@ class DrafterService::ContextReactor
 };
 
 // ---- A router's stream
-// --------------------------------------------------------------------------------------------
 
 class DrafterService::DraftReactor
     : public grpc::ServerBidiReactor<v1::DraftBatch, v1::DraftReply> {
@@ -336,7 +334,6 @@ class DrafterService::DraftReactor
 };
 
 // ---- The service
-// --------------------------------------------------------------------------------------------------
 
 DrafterService::DrafterService(DraftLoop* loop, v1::DrafterInfo info)
     : loop_(loop), info_(std::move(info)) {}

@@ -181,7 +181,6 @@ TEST(DetokenizerCreate, RefusesBadStopStrings) {
 }
 
 // ---- Properties
-// -------------------------------------------------------------------------------------------
 
 std::string Replaced(std::string_view bytes) {
   std::string text;

@@ -78,6 +78,7 @@ class PeerConnection {
       absl::Status status = hooks_.prepare(connection);
       if (status.ok()) {
         std::shared_ptr<Stream> stream = hooks_.open(connection);
+        stream->Begin();  // before anybody else can reach it
         bool stopped;
         {
           std::lock_guard<std::mutex> lock(mutex_);
@@ -85,7 +86,6 @@ class PeerConnection {
           stream_ = stream;
           stopped = stop_;
         }
-        stream->Begin();
         if (stopped) stream->Cancel();
         hooks_.opened(connection, stream.get());
         status = FromGrpcStatus(stream->Wait());

@@ -75,6 +75,7 @@ struct Admit {
   std::vector<int32_t> stop_token_ids;
   std::optional<int> logprobs;
   std::string drafter;
+  int priority = 0;
 };
 
 struct Work {
@@ -153,8 +154,9 @@ struct VerifierStep {
 };
 struct VerifierDown {
   uint64_t connection = 0;
-  absl::Status
-      status;  // FAILED_PRECONDITION: another router owns it, or it does not fit; it is tried again
+  // FAILED_PRECONDITION: another router owns it.  INVALID_ARGUMENT: it does not fit
+  // (CheckVerifier). It is tried again in any case.
+  absl::Status status;
 };
 
 // The transport connects, and connects again after a loss, by itself, and tells of it by the events

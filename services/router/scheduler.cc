@@ -41,26 +41,26 @@ absl::Status CheckVerifier(const VerifierInfo& verifier, const SchedulerOptions&
   const std::string who =
       absl::StrCat("the verifier ", verifier.name, " at ", options.verifier_address);
   if (verifier.vocab_size != options.vocab_size) {
-    return absl::FailedPreconditionError(absl::StrCat(
+    return absl::InvalidArgumentError(absl::StrCat(
         who, " serves a model with a vocabulary of ", verifier.vocab_size,
         "; the router's --model has ", options.vocab_size, ". Start both with the same model"));
   }
   if (verifier.max_position_embeddings != options.max_position_embeddings) {
-    return absl::FailedPreconditionError(
+    return absl::InvalidArgumentError(
         absl::StrCat(who, " serves a model of ", verifier.max_position_embeddings,
                      " positions; the router's --model has ", options.max_position_embeddings,
                      ". Start both with the same model"));
   }
   if (verifier.max_rows < 1 || verifier.max_tree_nodes < 1 || verifier.max_sequences < 1 ||
       verifier.pool.pages < 1 || verifier.pool.page_size < 1) {
-    return absl::FailedPreconditionError(absl::StrCat(
+    return absl::InvalidArgumentError(absl::StrCat(
         who, " tells limits that nothing fits: max_rows ", verifier.max_rows, ", max_tree_nodes ",
         verifier.max_tree_nodes, ", max_sequences ", verifier.max_sequences, ", ",
         verifier.pool.pages, " pages of ", verifier.pool.page_size));
   }
   if (absl::StatusOr<speculation::CostTable> cost = speculation::CostTable::Create(verifier.cost);
       !cost.ok()) {
-    return absl::FailedPreconditionError(
+    return absl::InvalidArgumentError(
         absl::StrCat(who, " tells no usable cost table: ", cost.status().message()));
   }
   return absl::OkStatus();

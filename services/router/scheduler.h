@@ -85,10 +85,9 @@ struct SchedulerState {
   double round_overhead_us_p50 = 0;
 };
 
-// FAILED_PRECONDITION, naming both sides, where this verifier is not one for a router so
-// configured.
+// INVALID_ARGUMENT, naming both sides, where this verifier is not one for a router so configured.
 absl::Status CheckVerifier(const VerifierInfo& verifier, const SchedulerOptions& options);
-// The same for a drafter and a verifier.
+// FAILED_PRECONDITION, naming both sides, where drafter and verifier do not fit each other.
 absl::Status CheckPair(const VerifierInfo& verifier, const DrafterInfo& drafter,
                        const std::string& verifier_address, const std::string& drafter_address);
 

@@ -124,6 +124,7 @@ Admit Session::MakeAdmit(const std::string& drafter) const {
   admit.stop_token_ids = request.stop_token_ids;
   admit.logprobs = request.logprobs;
   if (request.speculation != Speculation::kOff) admit.drafter = drafter;
+  admit.priority = request.priority;
   return admit;
 }
 

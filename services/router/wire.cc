@@ -182,6 +182,7 @@ v1::StepRequest ToWire(const StepRequest& request) {
     to->mutable_stop_token_ids()->Add(admit.stop_token_ids.begin(), admit.stop_token_ids.end());
     if (admit.logprobs.has_value()) to->set_logprobs(*admit.logprobs);
     to->set_drafter(admit.drafter);
+    to->set_priority(admit.priority);
   }
   for (const Work& work : request.work) {
     v1::Work* to = out.add_work();

@@ -115,12 +115,17 @@ std::unique_ptr<Engine::Item> Engine::Take(const Work& work, WorkResult* result)
   const auto it = sequences_.find(work.sequence);
   if (it == sequences_.end()) {
     result->outcome = Outcome::kUnknown;
+    result->error = "it is not admitted here, or was freed; admit it again with the tokens so far";
     return nullptr;
   }
   Sequence* sequence = it->second.get();
   if (work.base_len == sequence->last_base) {
     *result = sequence->last_result;
     ++counters_.repeated;
+    return nullptr;
+  }
+  if (sequence->preempted) {
+    TellPreempted(work.sequence, result);
     return nullptr;
   }
   result->base_len = sequence->committed;
@@ -147,38 +152,44 @@ std::unique_ptr<Engine::Item> Engine::Take(const Work& work, WorkResult* result)
   return item;
 }
 
-bool Engine::PreemptYoungest(const Sequence& than, std::vector<std::unique_ptr<Item>>* items) {
+bool Engine::PreemptLowest(const Sequence& than, std::vector<std::unique_ptr<Item>>* items) {
   Sequence* victim = nullptr;
   for (const auto& [id, sequence] : sequences_) {
-    if (sequence->order > than.order && !sequence->pages.empty() &&
-        (!victim || sequence->order > victim->order)) {
+    if (than.RanksBefore(*sequence) && !sequence->pages.empty() &&
+        (!victim || victim->RanksBefore(*sequence))) {
       victim = sequence.get();
     }
   }
   if (!victim) return false;
-  for (const std::unique_ptr<Item>& item : *items) {
-    if (item->sequence != victim) continue;
-    item->dropped = true;
-    item->result->outcome = Outcome::kPreempted;
-    item->result->error = absl::StrCat("the pool is full; its ", victim->pages.size(),
-                                       " pages went to sequences admitted before it");
-  }
   LOG(INFO) << "sequence " << victim->admit.sequence << " preempted: " << victim->pages.size()
             << " pages go to sequence " << than.admit.sequence;
   ++counters_.preempted;
-  Erase(victim->admit.sequence);
+  End(victim);
+  victim->preempted = true;
+  for (const std::unique_ptr<Item>& item : *items) {
+    if (item->sequence != victim) continue;
+    item->dropped = true;
+    TellPreempted(victim->admit.sequence, item->result);
+    break;
+  }
   return true;
 }
 
-void Engine::FindPages(std::vector<std::unique_ptr<Item>>* items) {
-  std::vector<Item*> by_age;
-  for (const std::unique_ptr<Item>& item : *items) by_age.push_back(item.get());
-  std::sort(by_age.begin(), by_age.end(),
-            [](const Item* a, const Item* b) { return a->sequence->order < b->sequence->order; });
+void Engine::TellPreempted(uint64_t sequence, WorkResult* result) {
+  result->outcome = Outcome::kPreempted;
+  result->error = "the pool is full; its pages went to a sequence that ranks above it";
+  Erase(sequence);
+}
 
-  // Oldest first, so that a victim, being younger, was never promised anything before.
+void Engine::FindPages(std::vector<std::unique_ptr<Item>>* items) {
+  std::vector<Item*> by_rank;
+  for (const std::unique_ptr<Item>& item : *items) by_rank.push_back(item.get());
+  std::sort(by_rank.begin(), by_rank.end(),
+            [](const Item* a, const Item* b) { return a->sequence->RanksBefore(*b->sequence); });
+
+  // In order of rank, so that a victim, ranking below, was never promised anything before.
   int64_t promised = 0;
-  for (Item* item : by_age) {
+  for (Item* item : by_rank) {
     if (item->dropped) continue;
     const Sequence& sequence = *item->sequence;
     const int64_t held = static_cast<int64_t>(sequence.pages.size());
@@ -187,10 +198,10 @@ void Engine::FindPages(std::vector<std::unique_ptr<Item>>* items) {
     if (needed > pool_.free_pages() - promised) {
       int64_t obtainable = pool_.free_pages() - promised;
       for (const auto& [id, other] : sequences_) {
-        if (other->order > sequence.order) obtainable += static_cast<int64_t>(other->pages.size());
+        if (sequence.RanksBefore(*other)) obtainable += static_cast<int64_t>(other->pages.size());
       }
       while (needed <= obtainable && needed > pool_.free_pages() - promised &&
-             PreemptYoungest(sequence, items)) {
+             PreemptLowest(sequence, items)) {
       }
     }
     if (needed > pool_.free_pages() - promised) {
@@ -207,7 +218,7 @@ void Engine::FindPages(std::vector<std::unique_ptr<Item>>* items) {
   }
 
   int64_t spare = pool_.free_pages() - promised;
-  for (Item* item : by_age) {
+  for (Item* item : by_rank) {
     if (item->dropped) continue;
     Sequence* sequence = item->sequence;
     const int64_t held = static_cast<int64_t>(sequence->pages.size()) + item->new_pages;

@@ -46,11 +46,11 @@ struct EngineCounters {
 
 // Owns the target, its pages and all sequences.  Not thread-safe: the step loop's thread calls it.
 //
-// Pages.  Every work needs pages for its root or its whole prefill chunk; these are found first,
-// oldest sequence first, and where the pool has none left the latest-admitted sequence is
-// preempted, provided it is younger than the one in need.  So the oldest always advances, and
-// someone always ends.  Then the trees' other nodes share what is left: a tree is cut to what can
-// be had, which changes no token.  After the commit no sequence holds a page beyond its tokens.
+// Pages.  Every work needs pages for its root or its whole prefill chunk; these are found first, in
+// order of rank (priority, then admission), and where the pool has none left the lowest-ranked
+// sequence is preempted, provided it ranks below the one in need.  So the first always advances,
+// and someone always ends.  Then the trees' other nodes share what is left: a tree is cut to what
+// can be had, which changes no token.  After the commit no sequence holds a page beyond its tokens.
 //
 // A forward is finished when Target::Forward and Commit return, so pages that a step wrote are
 // never freed or moved while it runs.
@@ -110,9 +110,11 @@ class Engine {
   absl::Status AdmitOne(const Admit& admit);
   // Either answers the work in `result`, or returns what is to be run.
   std::unique_ptr<Item> Take(const Work& work, WorkResult* result);
+  // Answers the work of a preempted sequence, which is then gone.
+  void TellPreempted(uint64_t sequence, WorkResult* result);
   void FindPages(std::vector<std::unique_ptr<Item>>* items);
-  // False where none is younger than `than`.
-  bool PreemptYoungest(const Sequence& than, std::vector<std::unique_ptr<Item>>* items);
+  // False where none ranks below `than`.
+  bool PreemptLowest(const Sequence& than, std::vector<std::unique_ptr<Item>>* items);
   // One forward over the items, to their results.  Where it fails the items stand as they were.
   absl::Status Run(absl::Span<Item* const> items, StepResult* result);
   void Walk(Item* item, absl::Span<const float> logits);

@@ -485,7 +485,7 @@ TEST(Engine, AFullPoolPreemptsTheLatestAndNeverTheOldest) {
   EXPECT_EQ(bench.engine->counters().truncated, 1u);
   EXPECT_EQ(bench.engine->counters().preempted, 1u);
   EXPECT_EQ(result.pool.free_pages, 0);
-  EXPECT_EQ(bench.DoOne(Prefill(3, 4, 3)).outcome, Outcome::kUnknown);
+  EXPECT_EQ(bench.DoOne(Prefill(3, 4, 3)).outcome, Outcome::kUnknown);  // it has been told
 
   // A newcomer finds no page and stands as it was.
   bench.AdmitAll({MakeAdmit(4, {1}, 1)});
@@ -502,7 +502,7 @@ TEST(Engine, AFullPoolPreemptsTheLatestAndNeverTheOldest) {
     got.insert(got.end(), r.tokens.begin(), r.tokens.end());
   }
   EXPECT_EQ(got, ta);
-  EXPECT_EQ(bench.DoOne(Tree(2, 5, {tb[1]}, {-1})).outcome, Outcome::kUnknown);
+  EXPECT_EQ(bench.DoOne(Tree(2, 5, {tb[1]}, {-1})).outcome, Outcome::kPreempted);
   EXPECT_EQ(bench.DoOne(Prefill(4, 0, 1)).outcome, Outcome::kDone);
 }
 
@@ -779,7 +779,7 @@ TEST(Engine, SomeoneAlwaysAdvances) {
         ++finished;
         step.releases.push_back(r.sequence);
         clients.erase(it);
-      } else if (r.outcome == Outcome::kPreempted || r.outcome == Outcome::kUnknown) {
+      } else if (r.outcome == Outcome::kPreempted) {
         // Again from the start, under a new name.
         Client again;
         again.admit = client.admit;
@@ -794,6 +794,41 @@ TEST(Engine, SomeoneAlwaysAdvances) {
   }
   EXPECT_EQ(finished, 6);
   EXPECT_GT(bench.engine->counters().preempted, 0u);
+}
+
+TEST(Engine, ThePreemptedAreToldSoEvenLater) {
+  FakeTargetOptions options;
+  options.pages = 3;  // 2 × 4 tokens
+  Bench bench(options);
+  const Admit a = MakeAdmit(1, {1, 2, 3, 4}, 4);
+  bench.AdmitAll({a, MakeAdmit(2, {2, 2, 3}, 4)});
+  bench.DoOne(Prefill(1, 0, 4));
+  const WorkResult kept = bench.DoOne(Prefill(2, 0, 3));
+  // The first needs the second's page in a step in which the second has no work.
+  EXPECT_EQ(bench.DoOne(Tree(1, 4, {Expected(a)[0]}, {-1})).outcome, Outcome::kDone);
+  EXPECT_EQ(bench.engine->counters().preempted, 1u);
+  // A lost answer is still given again; the next work learns what happened, once.
+  EXPECT_EQ(bench.DoOne(Prefill(2, 0, 3)).tokens, kept.tokens);
+  const WorkResult told = bench.DoOne(Tree(2, 3, {kept.tokens[0]}, {-1}));
+  EXPECT_EQ(told.outcome, Outcome::kPreempted);
+  EXPECT_THAT(told.error, HasSubstr("ranks above"));
+  const WorkResult gone = bench.DoOne(Tree(2, 3, {kept.tokens[0]}, {-1}));
+  EXPECT_EQ(gone.outcome, Outcome::kUnknown);
+  EXPECT_THAT(gone.error, HasSubstr("admit it again"));
+}
+
+TEST(Engine, PriorityGoesBeforeAgeWhenPagesRunOut) {
+  FakeTargetOptions options;
+  options.pages = 3;
+  Bench bench(options);
+  Admit late = MakeAdmit(2, {2, 2, 3, 4}, 4);
+  late.priority = 1;
+  bench.AdmitAll({MakeAdmit(1, {1, 2, 3, 4}, 4), late});
+  const WorkResult first = bench.DoOne(Prefill(1, 0, 4));
+  const WorkResult second = bench.DoOne(Prefill(2, 0, 4));
+  EXPECT_EQ(bench.DoOne(Tree(1, 4, {first.tokens[0]}, {-1})).outcome, Outcome::kNoPages);
+  EXPECT_EQ(bench.DoOne(Tree(2, 4, {second.tokens[0]}, {-1})).outcome, Outcome::kDone);
+  EXPECT_EQ(bench.DoOne(Tree(1, 4, {first.tokens[0]}, {-1})).outcome, Outcome::kPreempted);
 }
 
 }  // namespace

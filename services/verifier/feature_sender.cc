@@ -199,7 +199,6 @@ class FeatureSender::Peer : public std::enable_shared_from_this<FeatureSender::P
 };
 
 // ---- Stream
-// --------------------------------------------------------------------------------------
 
 void FeatureSender::Stream::OnReadDone(bool ok) {
   if (!ok) return End();
@@ -219,7 +218,6 @@ void FeatureSender::Stream::OnDone(const grpc::Status& status) {
 }
 
 // ---- Connection
-// ----------------------------------------------------------------------------------
 
 void FeatureSender::Peer::Ask(Lock* lock) {
   phase_ = Phase::kAsking;
@@ -325,7 +323,6 @@ void FeatureSender::Peer::WaitStopped() {
 }
 
 // ---- Rows
-// ----------------------------------------------------------------------------------------
 
 void FeatureSender::Peer::Append(const FeatureRows& rows) {
   Lock lock(mutex_);
@@ -476,7 +473,6 @@ void FeatureSender::Peer::OnAck(const Stream* stream, const v1::ContextAck& ack)
 }
 
 // ---- FeatureSender
-// -------------------------------------------------------------------------------
 
 FeatureSender::FeatureSender(const FeatureSenderOptions& options, ResendRequest resend)
     : shared_(std::make_shared<Shared>()) {

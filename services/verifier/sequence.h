@@ -31,7 +31,8 @@ inline constexpr int64_t kMaxLogProbs = 64;
 // A sequence that has ended holds no pages.
 struct Sequence {
   Admit admit;
-  uint64_t order = 0;  // of admission: a higher one is preempted first
+  uint64_t order = 0;      // of admission
+  bool preempted = false;  // ended for want of pages; its next work is told so
   int64_t committed = 0;
   int32_t pending = -1;
   int64_t generated = 0;
@@ -40,6 +41,12 @@ struct Sequence {
   int64_t last_base = -1;  // base_len of the work that `last_result` answers; -1: none yet
   WorkResult last_result;
 
+  // Whether pages go to this one before that one: by priority, then by admission.  Nobody is
+  // preempted for a sequence that ranks below it, so the first of all always advances.
+  bool RanksBefore(const Sequence& other) const {
+    if (admit.priority != other.admit.priority) return admit.priority > other.admit.priority;
+    return order < other.order;
+  }
   int64_t prompt_left() const { return static_cast<int64_t>(admit.tokens.size()) - committed; }
 };
 

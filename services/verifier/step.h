@@ -22,6 +22,7 @@ struct Admit {
   std::vector<int32_t> stop_token_ids;
   std::optional<int64_t> logprobs;
   std::string drafter;  // host:port; empty: its features go nowhere
+  int32_t priority = 0;
 };
 
 // Either `prefill` tokens of the admitted ones, or a draft tree.

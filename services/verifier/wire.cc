@@ -28,6 +28,7 @@ Admit FromWire(const v1::Admit& admit) {
   out.stop_token_ids = Tokens(admit.stop_token_ids());
   if (admit.has_logprobs()) out.logprobs = admit.logprobs();
   out.drafter = admit.drafter();
+  out.priority = admit.priority();
   return out;
 }
 

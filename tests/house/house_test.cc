@@ -91,10 +91,14 @@ std::vector<std::string> BrokenArrows(const std::string& path, const std::string
   for (std::string line; std::getline(lines, line);) {
     std::smatch match;
     if (!std::regex_search(line, match, kInclude)) continue;
+    static const std::regex kRpc("^(grpc|google/protobuf)");
     const bool angled = match[1] == "<";
     const std::string include = match[2];
     const std::string target = RoomOf(include);
-    if (Arrows().count(target) > 0 && include.find('/') != std::string::npos) {
+    if ((room == "kernels" || room == "model" || room == "speculation") &&
+        std::regex_search(include, kRpc)) {
+      broken.push_back(path + ": " + line + "  (" + room + " knows nothing of gRPC)");
+    } else if (Arrows().count(target) > 0 && include.find('/') != std::string::npos) {
       if (target != room && allowed->second.count(target) == 0) {
         broken.push_back(path + ": " + line + "  (" + room + " may not include " + target + ")");
       }
@@ -125,6 +129,9 @@ TEST(IncludeArrows, PlantedBreaksAreSeen) {
   EXPECT_THAT(BrokenArrows("services/router/x.cc", "#include \"services/verifier/page_pool.h\"\n"),
               testing::SizeIs(1));
   EXPECT_THAT(BrokenArrows("services/router/x.cc", "#include \"kernels/ops.h\"\n"),
+              testing::SizeIs(1));
+  EXPECT_THAT(BrokenArrows("kernels/x.cc", "#include <grpcpp/grpcpp.h>\n"), testing::SizeIs(1));
+  EXPECT_THAT(BrokenArrows("model/x.cc", "#include <google/protobuf/message.h>\n"),
               testing::SizeIs(1));
   EXPECT_THAT(BrokenArrows("speculation/x.h", "#include <glog/logging.h>\n"), testing::SizeIs(1));
   EXPECT_THAT(BrokenArrows("speculation/x.h", "#include \"coppice/v1/common.pb.h\"\n"),
@@ -184,6 +191,24 @@ TEST(Records, AreWellFormed) {
     ASSERT_FALSE(record.is_discarded()) << entry.path() << " is no JSON";
     EXPECT_EQ(RecordError(record), "") << entry.path();
   }
+}
+
+// bench/README.md's table names the folder of each claim's records.
+TEST(Records, EveryClaimHasOne) {
+  const std::string book = ReadFile("bench/README.md");
+  static const std::regex kFolder("`results/([a-z_]+)/`");
+  int folders = 0;
+  for (std::sregex_iterator it(book.begin(), book.end(), kFolder), end; it != end;
+       ++it, ++folders) {
+    const fs::path folder = fs::path("bench/results") / (*it)[1].str();
+    int records = 0;
+    if (fs::exists(folder)) {
+      for (const auto& entry : fs::directory_iterator(folder))
+        records += entry.path().extension() == ".json";
+    }
+    EXPECT_GT(records, 0) << folder;
+  }
+  EXPECT_GE(folders, 5);
 }
 
 TEST(Records, PlantedErrorsAreSeen) {
