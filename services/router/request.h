@@ -20,12 +20,14 @@ inline constexpr uint32_t kMaxLogProbs = 20;
 inline constexpr size_t kMaxStopTokenIds = 256;
 inline constexpr size_t kMaxRequestIdBytes = 128;
 
+// Where a stream that was broken off is to go on.
+struct ResumeFrom {
+  uint64_t seed = 0;
+  std::vector<uint32_t> token_ids;
+};
+
 // As the caller sent it, except that the prompt is token ids.
 struct RequestFields {
-  struct Resume {
-    uint64_t seed = 0;
-    std::vector<uint32_t> token_ids;
-  };
   std::string request_id;
   std::vector<uint32_t> prompt;
   std::optional<uint32_t> max_tokens;
@@ -40,7 +42,7 @@ struct RequestFields {
   int speculation = 0;  // the wire's number
   std::optional<uint32_t> tree_nodes;
   int priority = 0;
-  std::optional<Resume> resume;
+  std::optional<ResumeFrom> resume;
 };
 
 struct Request {

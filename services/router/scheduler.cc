@@ -1120,7 +1120,8 @@ SchedulerState Scheduler::State() const {
 
 absl::Status Scheduler::Check() const {
   size_t admitted = 0;
-  for (const auto& [handle, session] : sessions_) {
+  for (const auto& [handle, owned] : sessions_) {
+    const Session* session = owned.get();
     const std::string who = absl::StrCat("request ", session->request.id, ": ");
     if (session->handle != handle) return absl::InternalError(who + "wrong handle");
     const auto id = by_id_.find(session->request.id);
@@ -1134,7 +1135,7 @@ absl::Status Scheduler::Check() const {
     }
     ++admitted;
     const auto known = by_sequence_.find(session->sequence);
-    if (known == by_sequence_.end() || known->second != session.get()) {
+    if (known == by_sequence_.end() || known->second != session) {
       return absl::InternalError(who + "its sequence is not known");
     }
     if (session->phase == Session::Phase::kDecode && session->base_len != session->length() - 1) {

@@ -282,7 +282,7 @@ RequestFields FieldsFromWire(const v1::GenerateRequest& request) {
   if (request.has_tree_nodes()) out.tree_nodes = request.tree_nodes();
   out.priority = request.priority();
   if (request.has_resume()) {
-    RequestFields::Resume& resume = out.resume.emplace();
+    ResumeFrom& resume = out.resume.emplace();
     resume.seed = request.resume().seed();
     resume.token_ids.assign(request.resume().token_ids().begin(),
                             request.resume().token_ids().end());
