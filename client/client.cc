@@ -24,6 +24,7 @@ class Client::Routers {
       const std::shared_ptr<grpc::Channel> channel = MakeChannel(address);
       inference_.push_back(v1::Inference::NewStub(channel));
       cluster_.push_back(v1::Cluster::NewStub(channel));
+      channels_.push_back(channel);
     }
   }
 
@@ -31,6 +32,7 @@ class Client::Routers {
   size_t size() const { return inference_.size(); }
   v1::Inference::Stub* inference(size_t i) const { return inference_[i].get(); }
   v1::Cluster::Stub* cluster(size_t i) const { return cluster_[i].get(); }
+  grpc::Channel* channel(size_t i) const { return channels_[i].get(); }
 
   // The router that answered last.
   size_t preferred() const { return preferred_.load(std::memory_order_relaxed); }
@@ -65,6 +67,7 @@ class Client::Routers {
 
  private:
   const ClientOptions options_;
+  std::vector<std::shared_ptr<grpc::Channel>> channels_;
   std::vector<std::unique_ptr<v1::Inference::Stub>> inference_;
   std::vector<std::unique_ptr<v1::Cluster::Stub>> cluster_;
   std::atomic<size_t> preferred_{0};
@@ -234,8 +237,25 @@ class Client::Stream : public GenerateStream {
         options.max_backoff, options.first_backoff * (1 << std::min(pass, 10)));
     auto until = std::chrono::system_clock::now() + backoff;
     if (deadline_) until = std::min(until, *deadline_);
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait_until(lock, until, [&] { return cancelled_; });
+    Pause(until);
+  }
+
+  // Waits, but no longer than until the next router can be connected to.  In a process that only
+  // calls, gRPC makes connections on the thread that waits for it: one that merely slept would
+  // never see them made.
+  void Pause(std::chrono::system_clock::time_point until) {
+    grpc::Channel* channel = routers_->channel(router_);
+    for (;;) {
+      const auto now = std::chrono::system_clock::now();
+      if (now >= until || Cancelled()) return;
+      const auto slice = std::min(until, now + std::chrono::milliseconds(50));
+      if (channel->GetState(false) == GRPC_CHANNEL_READY) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        changed_.wait_until(lock, slice, [&] { return cancelled_; });
+      } else if (channel->WaitForConnected(slice)) {
+        return;
+      }
+    }
   }
 
   void Conclude(absl::Status status) {

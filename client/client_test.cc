@@ -46,7 +46,8 @@ class FakeRouter : public v1::Inference::Service {
   std::vector<v1::GenerateRequest> requests;
   bool cancelled = false;
 
-  FakeRouter() : server_(*RpcServer::Start({}, {this, &cluster_})) {}
+  explicit FakeRouter(const std::string& listen = "127.0.0.1:0")
+      : server_(*RpcServer::Start({.listen = listen}, {this, &cluster_})) {}
   const std::string& address() const { return server_->address(); }
   void Stop() { server_.reset(); }
 
@@ -190,6 +191,31 @@ TEST(ClientTest, GivesUpAfterABoundedNumberOfAttempts) {
   EXPECT_EQ(done.status().code(), absl::StatusCode::kUnavailable);
   EXPECT_THAT(std::string(done.status().message()), HasSubstr(router.address()));
   EXPECT_EQ(router.requests.size(), 4u);
+}
+
+TEST(ClientTest, ARouterThatComesBackIsNoticedAtOnce) {
+  auto router = std::make_unique<FakeRouter>();
+  const std::string address = router->address();
+  router->scripts = {{{WithSeed(Delta(0, {1}, "a"), 9)}, {}, true}};
+  ClientOptions options = Options({address});
+  options.first_backoff = options.max_backoff = 20s;
+  Client client(options);
+  auto stream = client.StartGenerate(Request());
+  v1::GenerateDelta delta;
+  ASSERT_TRUE(stream->Next(&delta));
+  router->Stop();
+  router.reset();
+  std::thread restart([&] {
+    std::this_thread::sleep_for(300ms);
+    router = std::make_unique<FakeRouter>(address);
+    router->scripts = {{{Last(Delta(1, {2}, "b"))}, {}}};
+  });
+  const auto start = std::chrono::steady_clock::now();
+  while (stream->Next(&delta)) {
+  }
+  restart.join();
+  EXPECT_EQ(stream->Finish()->text, "ab");
+  EXPECT_LT(std::chrono::steady_clock::now() - start, 15s);
 }
 
 TEST(ClientTest, UnreachableRoutersAreNamed) {

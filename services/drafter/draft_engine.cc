@@ -25,7 +25,6 @@ void DraftEngine::Turn(std::vector<Event>* events) {
   for (auto& [stream, ack] : windows_.AdmitWaiting()) {
     if (const auto it = streams_.find(stream); it != streams_.end()) it->second.acks.push_back(ack);
   }
-  SendAcks();
 
   // Which batches can go now: in order within a stream, all or nothing.
   const TimePoint now = clock_->Now();
@@ -79,6 +78,7 @@ void DraftEngine::Turn(std::vector<Event>* events) {
   }
   if (!blocks.empty()) Forward(blocks, k);
   for (const Ready& batch : ready) Answer(batch);
+  SendAcks();  // last: a round waits for the answers, nothing for these
 }
 
 void DraftEngine::On(ContextOpened& event) {
