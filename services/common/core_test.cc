@@ -1,6 +1,6 @@
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <regex>
 #include <set>
 
 #include "services/common/build_info.h"
@@ -48,10 +48,10 @@ TEST(EpochTest, NeverZeroNeverTwice) {
 }
 
 TEST(BuildInfoTest, VersionLineNamesBinaryVersionAndRevision) {
-  EXPECT_TRUE(std::regex_match(
+  EXPECT_THAT(
       VersionLine("coppice-drafter"),
-      std::regex(R"(coppice-drafter \d+\.\d+\.\d+ \(([0-9a-f]{12}(-dirty)?|unknown)\))")))
-      << VersionLine("coppice-drafter");
+      ::testing::MatchesRegex(
+          "coppice-drafter [0-9]+[.][0-9]+[.][0-9]+ [(]([0-9a-f]{12}(-dirty)?|unknown)[)]"));
 }
 
 }  // namespace
