@@ -1,14 +1,15 @@
 #include "kernels/cpu/packed_matrix.h"
 
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/cpu/bf16.h"
 #include "kernels/cpu/kernel_table.h"
+#include "kernels/cpu/weight_memory.h"
 
 namespace coppice::kernels::cpu {
 namespace {
@@ -105,26 +106,23 @@ void PackRows(const HostMatrix& w, int64_t inputs, bool bf16, T* panels) {
 
 }  // namespace
 
-void PackedMatrix::Free::operator()(void* p) const { std::free(p); }
-
 absl::StatusOr<std::unique_ptr<Matrix>> PackedMatrix::Pack(const HostMatrix& weight) {
   if (absl::Status status = Check(weight); !status.ok()) return status;
   const int64_t outputs = weight.transposed ? weight.cols : weight.rows;
   const int64_t inputs = weight.transposed ? weight.rows : weight.cols;
   const bool bf16 = weight.encoding != HostMatrix::Encoding::kF32;
   const size_t bytes = (outputs + kLanes - 1) / kLanes * PanelBytes(inputs, bf16);
-  void* panels = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
+  std::shared_ptr<void> panels = AllocateWeight(bytes);
   if (panels == nullptr) {
     return absl::ResourceExhaustedError(absl::StrCat("no memory for a weight of ", outputs, " x ",
                                                      inputs, ": ", bytes, " bytes asked for"));
   }
-  std::memset(panels, 0, bytes);
   if (bf16) {
-    PackRows(weight, inputs, true, static_cast<uint16_t*>(panels));
+    PackRows(weight, inputs, true, static_cast<uint16_t*>(panels.get()));
   } else {
-    PackRows(weight, inputs, false, static_cast<float*>(panels));
+    PackRows(weight, inputs, false, static_cast<float*>(panels.get()));
   }
-  return std::unique_ptr<Matrix>(new PackedMatrix(outputs, inputs, bf16, panels));
+  return std::unique_ptr<Matrix>(new PackedMatrix(outputs, inputs, bf16, std::move(panels)));
 }
 
 }  // namespace coppice::kernels::cpu

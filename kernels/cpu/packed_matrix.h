@@ -3,6 +3,7 @@
 #define COPPICE_KERNELS_CPU_PACKED_MATRIX_H_
 
 #include <memory>
+#include <utility>
 
 #include "absl/status/statusor.h"
 #include "kernels/ops.h"
@@ -19,15 +20,11 @@ class PackedMatrix : public Matrix {
   const void* panels() const { return panels_.get(); }
 
  private:
-  struct Free {
-    void operator()(void* p) const;
-  };
-
-  PackedMatrix(int64_t outputs, int64_t inputs, bool bf16, void* panels)
-      : Matrix(outputs, inputs), bf16_(bf16), panels_(panels) {}
+  PackedMatrix(int64_t outputs, int64_t inputs, bool bf16, std::shared_ptr<void> panels)
+      : Matrix(outputs, inputs), bf16_(bf16), panels_(std::move(panels)) {}
 
   bool bf16_;
-  std::unique_ptr<void, Free> panels_;
+  std::shared_ptr<void> panels_;
 };
 
 }  // namespace coppice::kernels::cpu
