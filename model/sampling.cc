@@ -56,15 +56,35 @@ float Logit(absl::Span<const float> logits, int64_t token) {
   return std::isnan(logit) ? kNegativeInfinity : logit;
 }
 
+// The first of the largest, 0 where there is none above minus infinity.
 int32_t ArgMax(absl::Span<const float> logits) {
+  // A block's maximum, which takes one vector instruction for some lanes, is compared with the best
+  // so far; few blocks beat it and are searched.  NaN is never above anything.
+  constexpr size_t kLanes = 16;
+  constexpr size_t kBlock = 8 * kLanes;
   int32_t best = 0;
   float best_logit = kNegativeInfinity;
-  for (size_t i = 0; i < logits.size(); ++i) {
-    if (logits[i] > best_logit) {
-      best_logit = logits[i];
-      best = static_cast<int32_t>(i);
+  const auto search = [&](size_t begin, size_t end) {
+    for (size_t i = begin; i < end; ++i) {
+      if (logits[i] > best_logit) {
+        best_logit = logits[i];
+        best = static_cast<int32_t>(i);
+      }
     }
+  };
+  size_t begin = 0;
+  for (; begin + kBlock <= logits.size(); begin += kBlock) {
+    const float* const block = logits.data() + begin;
+    float lane[kLanes];
+    std::fill(lane, lane + kLanes, best_logit);
+    for (size_t i = 0; i < kBlock; i += kLanes) {
+      for (size_t l = 0; l < kLanes; ++l) lane[l] = block[i + l] > lane[l] ? block[i + l] : lane[l];
+    }
+    bool above = false;
+    for (size_t l = 0; l < kLanes; ++l) above |= lane[l] > best_logit;
+    if (above) search(begin, begin + kBlock);
   }
+  search(begin, logits.size());
   return best;
 }
 

@@ -100,6 +100,24 @@ TEST(SampleToken, ZeroTemperatureTakesTheLowestOfTheLargest) {
   EXPECT_EQ(SampleToken({2}, {}, 0), 0);
 }
 
+TEST(SampleToken, ZeroTemperatureIsTheFirstMaximumOfAnyLength) {
+  std::mt19937 random(3);
+  for (int run = 0; run < 2000; ++run) {
+    std::vector<float> logits(1 + random() % 700);
+    // Few values, so that ties are many.
+    for (float& logit : logits) {
+      const int value = static_cast<int>(random() % 40);
+      logit = value == 0 ? kNan : value == 1 ? -kInfinity : static_cast<float>(value) - 50;
+    }
+    size_t first = 0;
+    for (size_t i = 1; i < logits.size(); ++i) {
+      if (std::isnan(logits[first]) || logits[i] > logits[first]) first = i;
+    }
+    if (std::isnan(logits[first]) || logits[first] == -kInfinity) first = 0;
+    EXPECT_EQ(SampleToken(logits, {.temperature = 0}, run), static_cast<int32_t>(first)) << run;
+  }
+}
+
 TEST(SampleToken, FollowsTheExactDistribution) {
   for (const float temperature : {0.25f, 0.5f, 1.0f, 1.5f}) {
     for (uint32_t seed = 1; seed <= 3; ++seed) {
