@@ -17,11 +17,11 @@ DraftEngine::DraftEngine(Drafter* model, const EngineOptions& options, const Clo
       windows_(options.slots, options.window),
       last_top_k_(options.max_top_k) {}
 
-void DraftEngine::Turn(std::vector<Event>* events) {
-  for (Event& event : *events) {
+void DraftEngine::Turn(absl::Span<Event> events) {
+  context_us_ = 0;
+  for (Event& event : events) {
     std::visit([this](auto& e) { On(e); }, event.what);
   }
-  events->clear();
   for (auto& [stream, ack] : windows_.AdmitWaiting()) {
     if (const auto it = streams_.find(stream); it != streams_.end()) it->second.acks.push_back(ack);
   }
@@ -78,7 +78,6 @@ void DraftEngine::Turn(std::vector<Event>* events) {
   }
   if (!blocks.empty()) Forward(blocks, k);
   for (const Ready& batch : ready) Answer(batch);
-  SendAcks();  // last: a round waits for the answers, nothing for these
 }
 
 void DraftEngine::On(ContextOpened& event) {
@@ -97,7 +96,6 @@ void DraftEngine::On(ContextArrived& event) {
       drafts_.erase({event.stream, sequence});
     }
   }
-  if (event.consumed) event.consumed();
 }
 
 void DraftEngine::WriteRows(const ContextArrived& event) {
@@ -105,7 +103,10 @@ void DraftEngine::WriteRows(const ContextArrived& event) {
   const int64_t width = model_->config().hidden_size;
   std::vector<ContextRows> writes;
   const auto flush = [&] {
-    if (!writes.empty()) model_->AppendContext(writes);
+    if (writes.empty()) return;
+    const TimePoint start = clock_->Now();
+    model_->AppendContext(writes);
+    context_us_ += MicrosBetween(start, clock_->Now());
     writes.clear();
   };
   for (const Rows& rows : event.rows) {
@@ -211,7 +212,7 @@ void DraftEngine::Forward(const std::vector<Block>& blocks, int k) {
     draft->base_len = blocks[i].base_len;
     draft->k = out.k;
     draft->ahead = blocks[i].result == nullptr;
-    draft->micros = micros;
+    draft->micros = context_us_ + micros;
     draft->tokens.assign(out.tokens.begin() + i * size, out.tokens.begin() + (i + 1) * size);
     draft->log_probs.assign(out.log_probs.begin() + i * size,
                             out.log_probs.begin() + (i + 1) * size);

@@ -15,6 +15,7 @@
 #include "absl/types/span.h"
 #include "model/drafter.h"
 #include "services/common/clock.h"
+#include "services/common/read_gate.h"
 #include "services/drafter/context_window.h"
 
 namespace coppice::drafter {
@@ -43,7 +44,6 @@ struct ContextArrived {
   std::vector<Rows> rows;
   std::vector<uint64_t> released;
   std::shared_ptr<const void> owner;  // of what the rows' features lie in
-  std::function<void()> consumed;     // called once the rows have been read; may be empty
 };
 
 struct ContextClosed {
@@ -70,7 +70,9 @@ struct Answer {
 struct Reply {
   uint64_t batch = 0;
   std::vector<Answer> answers;
-  float draft_us = 0;  // of the slowest forward the answers came from
+  // Of the slowest forward the answers came from, with the context rows taken in just before it:
+  // DFlash computes their keys and values within its forward.
+  float draft_us = 0;
 };
 
 struct DraftAsked {
@@ -98,6 +100,7 @@ struct Event {
   ~Event();
 
   std::variant<ContextOpened, ContextArrived, ContextClosed, DraftAsked, DraftClosed> what;
+  ReadTicket ticket;  // dropped once all that the turn has to say is said
 };
 
 // ---- The engine
@@ -135,8 +138,10 @@ class DraftEngine {
   DraftEngine(Drafter* model, const EngineOptions& options, const Clock* clock,
               std::function<void(int, float)> on_forward = nullptr);
 
-  // Empties `events`.
-  void Turn(std::vector<Event>* events);
+  void Turn(absl::Span<Event> events);
+
+  // Sends the acknowledgements of the turns since the last call.
+  void SendAcks();
 
   // When the next turn is due without any event; nothing where no query waits.
   std::optional<TimePoint> NextDeadline() const;
@@ -179,7 +184,6 @@ class DraftEngine {
 
   void CloseContext(uint64_t stream);
   void WriteRows(const ContextArrived& event);
-  void SendAcks();
   // What can be said of a query now; nothing: it must wait.
   std::optional<DraftOutcome> Judge(const SequenceKey& key, const Query& query) const;
   SequenceKey KeyOf(const DraftAsked& asked, const Query& query) const;
@@ -196,14 +200,15 @@ class DraftEngine {
   struct Stream {
     uint64_t verifier_epoch = 0;
     std::function<void(const std::vector<Ack>&)> acknowledge;
-    std::vector<Ack> acks;  // of this turn
+    std::vector<Ack> acks;  // not sent yet
   };
   absl::flat_hash_map<uint64_t, Stream> streams_;
   absl::flat_hash_map<uint64_t, uint64_t> stream_of_epoch_;
   absl::flat_hash_map<SequenceKey, std::shared_ptr<const Draft>> drafts_;  // the latest of each
   std::vector<Block> ahead_;  // asked for by this turn's rows
   std::deque<Waiting> queries_;
-  int last_top_k_;  // what routers ask for: what to draft ahead
+  int last_top_k_;        // what routers ask for: what to draft ahead
+  float context_us_ = 0;  // of this turn's AppendContext
 };
 
 // Microseconds of one forward over 1, 2, 4, 8 and 16 blocks (no more than there are slots): medians

@@ -54,7 +54,7 @@ class DraftEngineTest : public ::testing::Test {
       features->push_back(
           FakeModel::Features(static_cast<int>(g.sequence + 100 * stream), g.first, g.count));
     }
-    ContextArrived event{stream, {}, std::move(released), features, nullptr};
+    ContextArrived event{stream, {}, std::move(released), features};
     for (size_t i = 0; i < given.size(); ++i) {
       const Given& g = given[i];
       event.rows.push_back(
@@ -67,7 +67,11 @@ class DraftEngineTest : public ::testing::Test {
     events_.push_back(DraftAsked{router, batch, epoch, std::move(queries), top_k, wait,
                                  [this](Reply reply) { replies_.push_back(std::move(reply)); }});
   }
-  void Turn() { engine_->Turn(&events_); }
+  void Turn() {
+    engine_->Turn(absl::MakeSpan(events_));
+    engine_->SendAcks();
+    events_.clear();
+  }
 
   // The only reply since the last call.
   Reply TakeReply() {

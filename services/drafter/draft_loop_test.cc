@@ -31,8 +31,7 @@ TEST(DraftLoopTest, AnswersWhenFeaturesComeAndAtTheDeadlineWhereTheyDoNot) {
   loop.Push(ContextOpened{1, 77, [](const std::vector<Ack>&) {}});
   const auto rows = [&](int64_t first, int64_t count) {
     auto features = std::make_shared<std::vector<uint16_t>>(FakeModel::Features(5, first, count));
-    loop.Push(ContextArrived{
-        1, {{5, first, count, *features, std::nullopt, false}}, {}, features, nullptr});
+    loop.Push(ContextArrived{1, {{5, first, count, *features, std::nullopt, false}}, {}, features});
   };
   rows(0, 3);
   std::promise<Reply> first, second;
@@ -50,6 +49,34 @@ TEST(DraftLoopTest, AnswersWhenFeaturesComeAndAtTheDeadlineWhereTheyDoNot) {
   EXPECT_LT(loop.heartbeat().Age(), 5s);
   loop.Stop();
   EXPECT_FALSE(loop.Push(ContextClosed{1}));
+}
+
+TEST(DraftLoopTest, WhatWasAskedDuringAForwardIsAnsweredBeforeTheRowsAreAcknowledged) {
+  EngineOptions options;
+  options.slots = 2;
+  options.window = 8;
+  options.max_top_k = 4;
+  std::vector<std::string> said;  // by the loop's thread
+  std::promise<void> acknowledged;
+  DraftLoop* asked = nullptr;
+  LoopObserver observer;
+  observer.on_forward = [&](int, float) {
+    asked->Push(DraftAsked{2, 1, 77, {{5, 9, 3}}, 2, 60s, [&](Reply reply) {
+                             EXPECT_EQ(reply.answers[0].outcome, DraftOutcome::kDrafted);
+                             said.push_back("answer");
+                           }});
+  };
+  DraftLoop loop(std::make_unique<FakeModel>(2, 8), options, observer);
+  asked = &loop;
+  loop.Push(ContextOpened{1, 77, [&](const std::vector<Ack>&) {
+                            said.push_back("acknowledgement");
+                            acknowledged.set_value();
+                          }});
+  auto features = std::make_shared<std::vector<uint16_t>>(FakeModel::Features(5, 0, 3));
+  loop.Push(ContextArrived{1, {{5, 0, 3, *features, 9, true}}, {}, features});
+  acknowledged.get_future().wait();
+  loop.Stop();
+  EXPECT_EQ(said, (std::vector<std::string>{"answer", "acknowledgement"}));
 }
 
 TEST(DraftLoopTest, ManyThreads) {
@@ -74,7 +101,7 @@ TEST(DraftLoopTest, ManyThreads) {
         auto features =
             std::make_shared<std::vector<uint16_t>>(FakeModel::Features(s, position, 1));
         loop.Push(ContextArrived{
-            stream, {{1, position, 1, *features, 7, position % 2 == 0}}, {}, features, nullptr});
+            stream, {{1, position, 1, *features, 7, position % 2 == 0}}, {}, features});
         std::promise<Reply> reply;
         loop.Push(DraftAsked{stream + 50, 1, epoch, {{1, 7, position + 1}}, 3, 60s, [&](Reply r) {
                                reply.set_value(std::move(r));

@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "absl/strings/str_cat.h"
+#include "services/common/read_gate.h"
 #include "services/common/stream_writer.h"
 
 namespace coppice::drafter {
@@ -13,8 +14,6 @@ namespace {
 constexpr uint64_t kMaxPosition = uint64_t{1} << 40;
 constexpr int kMaxQueries = 1 << 14;
 constexpr uint32_t kMaxWaitUs = 10'000'000;
-// Features read from a verifier's stream that the loop has not taken yet.
-constexpr int64_t kMaxUnreadBytes = 64 << 20;
 
 grpc::Status Invalid(const std::string& message) {
   return grpc::Status(grpc::StatusCode::INVALID_ARGUMENT, message);
@@ -127,44 +126,6 @@ v1::DraftReply ToWire(const Reply& reply) {
   return out;
 }
 
-// Lets a stream read ahead of the loop, but not without bound.  Shared with the loop, which may
-// take a batch after the stream's reactor is gone.
-class ReadGate {
- public:
-  explicit ReadGate(std::function<void()> read) : read_(std::move(read)) {}
-
-  // A message of this size was read: reads on, now or once the loop has caught up.
-  void Took(int64_t bytes) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    unread_ += bytes;
-    stalled_ = true;
-    Go();
-  }
-  void Consumed(int64_t bytes) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    unread_ -= bytes;
-    Go();
-  }
-  // No read starts after this.
-  void Close() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    closed_ = true;
-  }
-
- private:
-  void Go() {
-    if (!stalled_ || closed_ || unread_ > kMaxUnreadBytes) return;
-    stalled_ = false;
-    read_();
-  }
-
-  const std::function<void()> read_;
-  std::mutex mutex_;
-  int64_t unread_ = 0;  // for a moment negative, where the loop is quicker than Took
-  bool stalled_ = false;
-  bool closed_ = false;
-};
-
 }  // namespace
 
 // ---- A verifier's stream
@@ -180,7 +141,7 @@ class DrafterService::ContextReactor
     if (stream_ == 0) {
       End(writer_, Draining());
     } else {
-      gate_->Took(0);
+      Read();
     }
   }
 
@@ -214,6 +175,11 @@ class DrafterService::ContextReactor
     });
   }
 
+  void Post(Event event, ReadTicket ticket) {
+    event.ticket = std::move(ticket);
+    service_->loop_->Push(std::move(event));
+  }
+
   void Read() {
     batch_ = std::make_shared<v1::ContextBatch>();
     StartRead(batch_.get());
@@ -228,13 +194,14 @@ class DrafterService::ContextReactor
       verifier_ = hello.verifier();
       opened_ = true;
       LOG(INFO) << "verifier " << verifier_ << " feeds this drafter";
-      service_->loop_->Push(ContextOpened{
-          stream_, hello.verifier_epoch(), [this, w = writer_](const std::vector<Ack>& acks) {
-            if (w->Write(ToWire(acks)) == Writer::Result::kFull) {
-              End(w, grpc::Status(grpc::StatusCode::RESOURCE_EXHAUSTED,
-                                  "acknowledgements are not being read"));
-            }
-          }});
+      Post(ContextOpened{stream_, hello.verifier_epoch(),
+                         [this, w = writer_](const std::vector<Ack>& acks) {
+                           if (w->Write(ToWire(acks)) == Writer::Result::kFull) {
+                             End(w, grpc::Status(grpc::StatusCode::RESOURCE_EXHAUSTED,
+                                                 "acknowledgements are not being read"));
+                           }
+                         }},
+           nullptr);
     } else if (batch_->has_hello()) {
       return Invalid("a second hello on one stream");
     }
@@ -254,10 +221,7 @@ class DrafterService::ContextReactor
     }
     event.released.assign(batch_->released().begin(), batch_->released().end());
     event.owner = batch_;
-    const auto bytes = static_cast<int64_t>(batch_->ByteSizeLong());
-    event.consumed = [gate = gate_, bytes] { gate->Consumed(bytes); };
-    service_->loop_->Push(std::move(event));
-    gate_->Took(bytes);
+    Post(std::move(event), gate_->Took());
     return grpc::Status::OK;
   }
 
@@ -279,6 +243,7 @@ class DrafterService::DraftReactor
       : service_(service),
         writer_(
             std::make_shared<Writer>([this](const v1::DraftReply& reply) { StartWrite(&reply); })),
+        gate_(std::make_shared<ReadGate>([this] { StartRead(&batch_); })),
         stream_(service->Register([this, w = writer_](const grpc::Status& s) { End(w, s); })) {
     if (stream_ == 0) {
       End(writer_, Draining());
@@ -293,23 +258,24 @@ class DrafterService::DraftReactor
       LOG(WARNING) << status.error_message();
       return End(writer_, status);
     }
-    DraftAsked event;
-    event.stream = stream_;
-    event.batch = batch_.batch();
-    event.verifier_epoch = batch_.verifier_epoch();
-    event.top_k = static_cast<int>(batch_.top_k());
-    event.wait = std::chrono::microseconds(std::min(batch_.wait_us(), kMaxWaitUs));
+    DraftAsked asked;
+    asked.stream = stream_;
+    asked.batch = batch_.batch();
+    asked.verifier_epoch = batch_.verifier_epoch();
+    asked.top_k = static_cast<int>(batch_.top_k());
+    asked.wait = std::chrono::microseconds(std::min(batch_.wait_us(), kMaxWaitUs));
     for (const v1::DraftBatch::Query& query : batch_.queries()) {
-      event.queries.push_back({query.sequence(), static_cast<int32_t>(query.pending_token()),
+      asked.queries.push_back({query.sequence(), static_cast<int32_t>(query.pending_token()),
                                static_cast<int64_t>(query.base_len())});
     }
-    event.reply = [this, w = writer_](const Reply& reply) {
+    asked.reply = [this, w = writer_](const Reply& reply) {
       if (w->Write(ToWire(reply)) == Writer::Result::kFull) {
         End(w, grpc::Status(grpc::StatusCode::RESOURCE_EXHAUSTED, "drafts are not being read"));
       }
     };
+    Event event(std::move(asked));
+    event.ticket = gate_->Took();
     service_->loop_->Push(std::move(event));
-    StartRead(&batch_);
   }
   void OnWriteDone(bool ok) override { writer_->OnWriteDone(ok); }
   void OnCancel() override { End(writer_, grpc::Status::CANCELLED); }
@@ -324,11 +290,15 @@ class DrafterService::DraftReactor
 
   // As ContextReactor's.
   void End(const std::shared_ptr<Writer>& writer, const grpc::Status& status) {
-    writer->FinishNow([this, status] { Finish(status); });
+    writer->FinishNow([this, status] {
+      gate_->Close();
+      Finish(status);
+    });
   }
 
   DrafterService* const service_;
   const std::shared_ptr<Writer> writer_;
+  const std::shared_ptr<ReadGate> gate_;
   const uint64_t stream_;
   v1::DraftBatch batch_;
 };

@@ -13,23 +13,26 @@ constexpr std::chrono::seconds kInfoDeadline{3};
 
 }  // namespace
 
-DrafterClient::DrafterClient(const Options& options, std::function<void(Event)> post)
+DrafterClient::DrafterClient(const Options& options, std::function<void(Event, ReadTicket)> post)
     : options_(options),
       post_(std::move(post)),
       connection_({[this](uint64_t) { return Prepare(); },
                    [this](uint64_t connection) {
-                     auto stream = std::make_shared<BidiStream<v1::DraftBatch, v1::DraftReply>>(
-                         [this, connection](const v1::DraftReply& reply) {
-                           post_(DrafterReplied{connection, FromWire(reply)});
-                         });
+                     using Stream = BidiStream<v1::DraftBatch, v1::DraftReply>;
+                     Stream::Hooks hooks;
+                     hooks.message = [this, connection](const v1::DraftReply& reply,
+                                                        ReadTicket ticket) {
+                       post_(DrafterReplied{connection, FromWire(reply)}, std::move(ticket));
+                     };
+                     auto stream = std::make_shared<Stream>(std::move(hooks));
                      stub_->async()->Draft(stream->context(), stream.get());
                      return stream;
                    },
                    [this](uint64_t connection, BidiStream<v1::DraftBatch, v1::DraftReply>*) {
-                     post_(DrafterUp{connection, info_});
+                     post_(DrafterUp{connection, info_}, nullptr);
                    },
                    [this](uint64_t connection, absl::Status status) {
-                     post_(DrafterDown{connection, std::move(status)});
+                     post_(DrafterDown{connection, std::move(status)}, nullptr);
                    }},
                   options.retry) {
   ChannelOptions channel;

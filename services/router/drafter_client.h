@@ -23,8 +23,9 @@ class DrafterClient : public DrafterLink {
     Duration retry = std::chrono::milliseconds(500);
   };
 
-  // `post` takes DrafterUp, DrafterReplied and DrafterDown, from several threads.
-  DrafterClient(const Options& options, std::function<void(Event)> post);
+  // `post` takes DrafterUp, DrafterReplied and DrafterDown, from several threads, and with them
+  // what lets the stream be read on.
+  DrafterClient(const Options& options, std::function<void(Event, ReadTicket)> post);
   ~DrafterClient() override;
 
   void Start();
@@ -34,7 +35,7 @@ class DrafterClient : public DrafterLink {
   absl::Status Prepare();
 
   const Options options_;
-  const std::function<void(Event)> post_;
+  const std::function<void(Event, ReadTicket)> post_;
   std::unique_ptr<v1::Drafter::Stub> stub_;
   DrafterInfo info_;  // the connection thread's
   PeerConnection<v1::DraftBatch, v1::DraftReply> connection_;

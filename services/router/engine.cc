@@ -23,7 +23,9 @@ void Engine::Stop() {
   if (thread_.joinable()) thread_.join();
 }
 
-bool Engine::Post(Event event) { return queue_.Push(std::move(event)); }
+bool Engine::Post(Event event, ReadTicket ticket) {
+  return queue_.Push({std::move(event), std::move(ticket)});
+}
 
 std::string Engine::NotReadyReason() const {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -39,13 +41,13 @@ void Engine::Publish() {
 }
 
 void Engine::Run() {
-  std::vector<Event> events;
+  std::vector<Posted> posted;
   while (true) {
     heartbeat_.Beat();
-    events.clear();
+    posted.clear();
     const size_t count = queue_.PopAllUntil(
-        std::min(scheduler_.NextWake(), clock_->Now() + Heartbeat::kMaxIdle), &events);
-    for (Event& event : events) scheduler_.Handle(std::move(event));
+        std::min(scheduler_.NextWake(), clock_->Now() + Heartbeat::kMaxIdle), &posted);
+    for (Posted& p : posted) scheduler_.Handle(std::move(p.event));
     const bool stop = count == 0 && queue_.closed();
     if (stop) scheduler_.Handle(Abandon{"the router is shutting down; resume elsewhere"});
     scheduler_.Advance();

@@ -12,6 +12,7 @@
 
 #include "services/common/heartbeat.h"
 #include "services/common/queue.h"
+#include "services/common/read_gate.h"
 #include "services/router/scheduler.h"
 
 namespace coppice::router {
@@ -29,8 +30,9 @@ class Engine {
   // refused.
   void Stop();
 
-  // From any thread; never blocks.  False once stopped: the event is dropped.
-  bool Post(Event event);
+  // From any thread; never blocks.  False once stopped: the event is dropped.  The ticket, if any,
+  // is dropped after the turn: what answers the event has been sent by then.
+  bool Post(Event event, ReadTicket ticket = nullptr);
 
   // From any thread.
   const SchedulerCounters& counters() const { return scheduler_.counters(); }
@@ -40,12 +42,17 @@ class Engine {
   uint64_t model_fingerprint() const { return fingerprint_.load(std::memory_order_relaxed); }
 
  private:
+  struct Posted {
+    Event event;
+    ReadTicket ticket;
+  };
+
   void Run();
   void Publish();
 
   const Clock* const clock_;
   Scheduler scheduler_;  // the thread's alone
-  Queue<Event> queue_;
+  Queue<Posted> queue_;
   Heartbeat heartbeat_;
   std::atomic<int64_t> pool_tokens_{0};
   std::atomic<uint64_t> fingerprint_{0};

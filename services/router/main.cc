@@ -109,7 +109,9 @@ int Main(int argc, char** argv) {
   // The links post to the engine, which sends through the links: they start once it stands, and
   // stop before it falls.
   Engine* to_engine = nullptr;
-  auto post = [&to_engine](Event event) { to_engine->Post(std::move(event)); };
+  auto post = [&to_engine](Event event, ReadTicket ticket) {
+    to_engine->Post(std::move(event), std::move(ticket));
+  };
   VerifierClient::Options verifier_options;
   verifier_options.address = verifier_address;
   verifier_options.router = name;

@@ -12,9 +12,9 @@
 #include <utility>
 
 #include "absl/status/status.h"
+#include "services/common/bidi_stream.h"
 #include "services/common/clock.h"
 #include "services/common/rpc_status.h"
-#include "services/router/bidi_stream.h"
 
 namespace coppice::router {
 

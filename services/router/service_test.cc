@@ -220,7 +220,9 @@ class RouterTest : public ::testing::Test {
     options_.drafter_address = drafter_address_;
     options_.vocab_size = kFakeVocab;
     options_.max_position_embeddings = kFakePositions;
-    auto post = [this](Event event) { engine_->Post(std::move(event)); };
+    auto post = [this](Event event, ReadTicket ticket) {
+      engine_->Post(std::move(event), std::move(ticket));
+    };
     VerifierClient::Options verifier;
     verifier.address = verifier_address_;
     verifier.router = "r1";

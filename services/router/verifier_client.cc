@@ -15,16 +15,19 @@ constexpr std::chrono::seconds kInfoDeadline{3};
 
 VerifierClient::VerifierClient(const Options& options,
                                std::function<absl::Status(const VerifierInfo&)> check,
-                               std::function<void(Event)> post)
+                               std::function<void(Event, ReadTicket)> post)
     : options_(options),
       check_(std::move(check)),
       post_(std::move(post)),
       connection_({[this](uint64_t) { return Prepare(); },
                    [this](uint64_t connection) {
-                     auto stream = std::make_shared<BidiStream<v1::StepRequest, v1::StepResult>>(
-                         [this, connection](const v1::StepResult& result) {
-                           OnResult(connection, result);
-                         });
+                     using Stream = BidiStream<v1::StepRequest, v1::StepResult>;
+                     Stream::Hooks hooks;
+                     hooks.message = [this, connection](const v1::StepResult& result,
+                                                        ReadTicket ticket) {
+                       OnResult(connection, result, std::move(ticket));
+                     };
+                     auto stream = std::make_shared<Stream>(std::move(hooks));
                      stub_->async()->Step(stream->context(), stream.get());
                      return stream;
                    },
@@ -35,7 +38,7 @@ VerifierClient::VerifierClient(const Options& options,
                      stream->Write(std::move(request));
                    },
                    [this](uint64_t connection, absl::Status status) {
-                     post_(VerifierDown{connection, std::move(status)});
+                     post_(VerifierDown{connection, std::move(status)}, nullptr);
                    }},
                   options.retry) {
   ChannelOptions channel;
@@ -62,7 +65,8 @@ absl::Status VerifierClient::Prepare() {
   return absl::OkStatus();
 }
 
-void VerifierClient::OnResult(uint64_t connection, const v1::StepResult& result) {
+void VerifierClient::OnResult(uint64_t connection, const v1::StepResult& result,
+                              ReadTicket ticket) {
   std::optional<VerifierInfo> greeting;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -70,7 +74,7 @@ void VerifierClient::OnResult(uint64_t connection, const v1::StepResult& result)
   }
   StepResult step = FromWire(result);
   if (!greeting.has_value()) {
-    post_(VerifierStep{connection, std::move(step)});
+    post_(VerifierStep{connection, std::move(step)}, std::move(ticket));
     return;
   }
   // The first result answers the hello: the lease is ours.
@@ -79,7 +83,7 @@ void VerifierClient::OnResult(uint64_t connection, const v1::StepResult& result)
   up.info = *std::move(greeting);
   if (step.pool.pages > 0) up.info.pool = step.pool;
   up.resumed.assign(result.resumed().begin(), result.resumed().end());
-  post_(std::move(up));
+  post_(std::move(up), std::move(ticket));
 }
 
 void VerifierClient::Send(uint64_t connection, StepRequest request) {

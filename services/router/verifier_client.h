@@ -27,10 +27,10 @@ class VerifierClient : public VerifierLink {
   };
 
   // `check` decides whether the verifier that was found is the right one, before its lease is
-  // taken.  `post` takes VerifierUp, VerifierStep and VerifierDown; both are called from several
-  // threads.
+  // taken.  `post` takes VerifierUp, VerifierStep and VerifierDown, and with them what lets the
+  // stream be read on; both are called from several threads.
   VerifierClient(const Options& options, std::function<absl::Status(const VerifierInfo&)> check,
-                 std::function<void(Event)> post);
+                 std::function<void(Event, ReadTicket)> post);
   ~VerifierClient() override;
 
   void Start();
@@ -38,11 +38,11 @@ class VerifierClient : public VerifierLink {
 
  private:
   absl::Status Prepare();
-  void OnResult(uint64_t connection, const v1::StepResult& result);
+  void OnResult(uint64_t connection, const v1::StepResult& result, ReadTicket ticket);
 
   const Options options_;
   const std::function<absl::Status(const VerifierInfo&)> check_;
-  const std::function<void(Event)> post_;
+  const std::function<void(Event, ReadTicket)> post_;
   std::unique_ptr<v1::Verifier::Stub> stub_;
   std::mutex mutex_;
   // Until the stream's first result has come: what Prepare was told.

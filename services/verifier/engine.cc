@@ -354,7 +354,6 @@ void Engine::Commit(absl::Span<Item* const> items) {
     }
     offset += rows;
   }
-  if (sink_) sink_->Flush();
 
   for (Item* item : items) {
     Sequence* sequence = item->sequence;
@@ -477,10 +476,13 @@ StepResult Engine::Execute(const Step& step) {
   for (const WorkResult& r : result.results) {
     if (r.outcome == Outcome::kRejected) ++counters_.rejected;
   }
-  if (sink_) sink_->Flush();
   result.pool = pool_state();
   if (check_every_step_) CHECK_EQ(CheckInvariants(), absl::OkStatus());
   return result;
+}
+
+void Engine::SendFeatures() {
+  if (sink_) sink_->Flush();
 }
 
 void Engine::Resend(const std::string& drafter, uint64_t id, int64_t from, uint64_t request) {

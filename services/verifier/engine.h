@@ -64,6 +64,10 @@ class Engine {
   // Every field but timing.queue_us and total_us is set.
   StepResult Execute(const Step& step);
 
+  // What the step gave to the sink leaves now.  After its result: a drafter that has the features
+  // may take the processor for a whole forward, and the router has to ask for that draft.
+  void SendFeatures();
+
   // Frees everything, as if each sequence had been released.
   void ReleaseAll();
 

@@ -12,8 +12,8 @@
 
 #include "coppice/v1/drafter.grpc.pb.h"
 #include "glog/logging.h"
+#include "services/common/bidi_stream.h"
 #include "services/common/channel.h"
-#include "services/common/stream_writer.h"
 
 namespace coppice::verifier {
 namespace {
@@ -39,52 +39,6 @@ struct FeatureSender::Shared {
   FeatureSenderOptions options;
   ResendRequest resend;
   FeatureCounters counters;
-};
-
-// One AppendContext stream, from its call to its end.
-class FeatureSender::Stream : public grpc::ClientBidiReactor<v1::ContextBatch, v1::ContextAck>,
-                              public std::enable_shared_from_this<FeatureSender::Stream> {
- public:
-  Stream(std::shared_ptr<Peer> peer, size_t max_bytes) : peer_(std::move(peer)) {
-    StreamWriter<v1::ContextBatch>::Options options;
-    options.max_bytes = max_bytes;
-    writer_ = std::make_shared<StreamWriter<v1::ContextBatch>>(
-        [this](const v1::ContextBatch& batch) { StartWrite(&batch); }, std::move(options));
-  }
-
-  void Begin(v1::Drafter::Stub* stub, v1::ContextBatch hello) {
-    self_ = shared_from_this();
-    stub->async()->AppendContext(&context_, this);
-    AddHold();  // for writes from outside reactions; dropped by End and Close
-    StartRead(&ack_);
-    StartCall();
-    writer_->Write(std::move(hello));
-  }
-  // Thread-safe; goes nowhere once the stream is over.
-  void Write(v1::ContextBatch batch) { writer_->Write(std::move(batch)); }
-  size_t queued_bytes() const { return writer_->bytes(); }
-  void Close() {
-    writer_->Finish([this] {
-      StartWritesDone();
-      RemoveHold();
-    });
-  }
-  void Cancel() { context_.TryCancel(); }
-
-  void OnReadDone(bool ok) override;
-  void OnWriteDone(bool ok) override;
-  void OnDone(const grpc::Status& status) override;
-
- private:
-  void End() {
-    writer_->FinishNow([this] { RemoveHold(); });
-  }
-
-  const std::shared_ptr<Peer> peer_;
-  grpc::ClientContext context_;
-  std::shared_ptr<StreamWriter<v1::ContextBatch>> writer_;
-  v1::ContextAck ack_;
-  std::shared_ptr<Stream> self_;
 };
 
 // One drafter: its connection, and what is known of each of its sequences.
@@ -121,12 +75,9 @@ class FeatureSender::Peer : public std::enable_shared_from_this<FeatureSender::P
   void Stop();
   void WaitStopped();
 
-  // ---- From the stream.
-  void OnAck(const Stream* stream, const v1::ContextAck& ack);
-  void OnWritten(const Stream* stream);
-  void OnStreamDone(const Stream* stream, const grpc::Status& status);
-
  private:
+  using Stream = BidiStream<v1::ContextBatch, v1::ContextAck>;
+
   enum class Phase { kIdle, kAsking, kOpen, kWaiting };
   struct State {
     int64_t sent_len = 0;  // rows up to here were queued on this stream
@@ -150,6 +101,11 @@ class FeatureSender::Peer : public std::enable_shared_from_this<FeatureSender::P
 
   const FeatureSenderOptions& options() const { return shared_->options; }
   bool Interesting() const { return wanted_ || !sequences_.empty(); }
+  // ---- From the stream with this number.
+  void OnAck(uint64_t stream, const v1::ContextAck& ack);
+  void OnWritten(uint64_t stream);
+  void OnStreamDone(uint64_t stream, const grpc::Status& status);
+
   // Calls GetInfo, without the lock meanwhile.
   void Ask(Lock* lock);
   void OnInfo(const grpc::Status& status, const v1::DrafterInfo& info);
@@ -189,6 +145,7 @@ class FeatureSender::Peer : public std::enable_shared_from_this<FeatureSender::P
   std::unique_ptr<grpc::Alarm> alarm_;   // while kWaiting
   std::shared_ptr<InfoCall> info_call_;  // while kAsking
   std::shared_ptr<Stream> stream_;       // while kOpen
+  uint64_t stream_number_ = 0;           // of the latest
   absl::flat_hash_map<uint64_t, State> sequences_;
   int missing_ = 0;   // of them
   int requests_ = 0;  // of them with a request under way
@@ -197,25 +154,6 @@ class FeatureSender::Peer : public std::enable_shared_from_this<FeatureSender::P
   size_t batch_bytes_ = 0;
   std::vector<uint64_t> released_;  // not sent yet
 };
-
-// ---- Stream
-
-void FeatureSender::Stream::OnReadDone(bool ok) {
-  if (!ok) return End();
-  peer_->OnAck(this, ack_);
-  StartRead(&ack_);
-}
-
-void FeatureSender::Stream::OnWriteDone(bool ok) {
-  writer_->OnWriteDone(ok);
-  if (!ok) return End();
-  peer_->OnWritten(this);
-}
-
-void FeatureSender::Stream::OnDone(const grpc::Status& status) {
-  peer_->OnStreamDone(this, status);
-  const std::shared_ptr<Stream> self = std::move(self_);
-}
 
 // ---- Connection
 
@@ -237,9 +175,19 @@ void FeatureSender::Peer::OnInfo(const grpc::Status& status, const v1::DrafterIn
   info_call_.reset();
   if (!status.ok() || stopping_) return Retry(status);
   if (info.window() > 0) window_ = info.window();
-  auto stream = std::make_shared<Stream>(shared_from_this(), options().max_queued_bytes);
+  const uint64_t number = ++stream_number_;
+  Stream::Hooks hooks;
+  hooks.message = [self = shared_from_this(), number](const v1::ContextAck& ack, ReadTicket) {
+    self->OnAck(number, ack);
+  };
+  hooks.written = [self = shared_from_this(), number] { self->OnWritten(number); };
+  hooks.done = [self = shared_from_this(), number](const grpc::Status& status) {
+    self->OnStreamDone(number, status);
+  };
+  StreamWriter<v1::ContextBatch>::Options queue;
+  queue.max_bytes = options().max_queued_bytes;
   phase_ = Phase::kOpen;
-  stream_ = stream;
+  stream_ = std::make_shared<Stream>(std::move(hooks), std::move(queue));
   v1::ContextBatch hello;
   hello.mutable_hello()->set_verifier_epoch(options().verifier_epoch);
   hello.mutable_hello()->set_verifier(options().verifier);
@@ -247,7 +195,9 @@ void FeatureSender::Peer::OnInfo(const grpc::Status& status, const v1::DrafterIn
   hello.mutable_hello()->set_embedding_fingerprint(options().embedding_fingerprint);
   hello.mutable_hello()->set_hidden_size(options().hidden_size);
   // With the lock, so that no row overtakes the hello; a stream never calls back from here.
-  stream->Begin(stub_.get(), std::move(hello));
+  stub_->async()->AppendContext(stream_->context(), stream_.get());
+  stream_->Begin();
+  stream_->Write(std::move(hello));
   ++shared_->counters.connections;
   ++shared_->counters.streams;
   const std::vector<Request> requests = NextRequests();
@@ -255,9 +205,9 @@ void FeatureSender::Peer::OnInfo(const grpc::Status& status, const v1::DrafterIn
   Send(requests);
 }
 
-void FeatureSender::Peer::OnStreamDone(const Stream* stream, const grpc::Status& status) {
+void FeatureSender::Peer::OnStreamDone(uint64_t stream, const grpc::Status& status) {
   Lock lock(mutex_);
-  if (stream_.get() != stream) return;
+  if (stream_ == nullptr || stream_number_ != stream) return;
   stream_.reset();
   --shared_->counters.streams;
   // The drafter has freed all that came by this stream.
@@ -427,9 +377,9 @@ std::vector<FeatureSender::Peer::Request> FeatureSender::Peer::NextRequests() {
   return requests;
 }
 
-void FeatureSender::Peer::OnWritten(const Stream* stream) {
+void FeatureSender::Peer::OnWritten(uint64_t stream) {
   Lock lock(mutex_);
-  if (stream_.get() != stream) return;
+  if (stream_ == nullptr || stream_number_ != stream) return;
   v1::ContextBatch batch;
   // What was held back while the queue was full.  (Rows of these sequences may still be in the
   // batch that the step loop is filling; they then leave with it.)
@@ -444,9 +394,9 @@ void FeatureSender::Peer::OnWritten(const Stream* stream) {
   Send(requests);
 }
 
-void FeatureSender::Peer::OnAck(const Stream* stream, const v1::ContextAck& ack) {
+void FeatureSender::Peer::OnAck(uint64_t stream, const v1::ContextAck& ack) {
   Lock lock(mutex_);
-  if (stream_.get() != stream) return;
+  if (stream_ == nullptr || stream_number_ != stream) return;
   // Only now is it certain that the drafter did not refuse the hello.
   if (reported_) LOG(INFO) << "drafter " << address_ << " is back";
   reported_ = false;

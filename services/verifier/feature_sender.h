@@ -72,7 +72,6 @@ class FeatureSender : public FeatureSink {
  private:
   struct Shared;
   class Peer;
-  class Stream;
 
   std::shared_ptr<Peer> Find(const std::string& drafter);
 

@@ -158,7 +158,7 @@ class FakeDrafter : public v1::Drafter::Service {
 
 class Client : public StepClient {
  public:
-  void OnResult(StepResult result) override {
+  void OnResult(const StepResult& result) override {
     std::lock_guard<std::mutex> lock(mutex_);
     result_ = std::move(result);
     changed_.notify_all();

@@ -11,9 +11,6 @@
 namespace coppice::verifier {
 namespace {
 
-// Steps that a stream may have under way; then it is not read until one is answered.
-constexpr int kMaxSteps = 16;
-
 grpc::Status Loading() {
   return grpc::Status(grpc::StatusCode::UNAVAILABLE, "this verifier is still loading its model");
 }
@@ -26,6 +23,9 @@ grpc::Status Invalid(const std::string& sentence) {
 
 // One router's stream.  The loop holds on to the client below, which outlives the reactor: what it
 // does with the reactor goes through the writer, which lets nothing through after Finish.
+//
+// Every message is answered by one result, and the next is read once that is written: so no more
+// than one waits, and the window update that reading brings travels with the result.
 class VerifierService::StepStream
     : public grpc::ServerBidiReactor<v1::StepRequest, v1::StepResult> {
  public:
@@ -58,25 +58,11 @@ class VerifierService::StepStream
     } else {
       loop_->Submit(session_, FromWire(request_));
     }
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (++under_way_ >= kMaxSteps) {
-        paused_ = true;
-        return;
-      }
-    }
-    StartRead(&request_);
   }
 
   void OnWriteDone(bool ok) override {
-    bool resume = false;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      --under_way_;
-      resume = std::exchange(paused_, false);
-    }
     // Before the writer hears of it: then Finish cannot have been called.
-    if (resume) StartRead(&request_);
+    StartRead(&request_);
     client_->writer->OnWriteDone(ok);
   }
 
@@ -96,7 +82,7 @@ class VerifierService::StepStream
           writer(std::make_shared<StreamWriter<v1::StepResult>>(
               [stream](const v1::StepResult& result) { stream->StartWrite(&result); })) {}
 
-    void OnResult(StepResult result) override { writer->Write(ToWire(result)); }
+    void OnResult(const StepResult& result) override { writer->Write(ToWire(result)); }
     void OnEnd(const absl::Status& status) override {
       writer->Finish([stream = stream, status = ToGrpcStatus(status)] { stream->Finish(status); });
     }
@@ -115,9 +101,6 @@ class VerifierService::StepStream
   v1::StepRequest request_;
   bool greeted_ = false;
   uint64_t session_ = 0;
-  std::mutex mutex_;
-  int under_way_ = 0;  // messages read whose result has not been written
-  bool paused_ = false;
 };
 
 void VerifierService::Ready(StepLoop* loop, v1::VerifierInfo info) {

@@ -101,7 +101,7 @@ uint64_t StepLoop::Open(const std::string& router, uint64_t epoch,
               << (grant.resumed ? " is back, with " : " has the lease, with ")
               << hello.resumed.size() << " sequences kept";
     Publish();
-    client->OnResult(std::move(hello));
+    client->OnResult(hello);
   });
   return session;
 }
@@ -122,10 +122,11 @@ void StepLoop::HandleStep(uint64_t session, Step step) {
   result.timing.queue_us = MicrosBetween(step.arrival, taken);
   result.timing.total_us = MicrosBetween(step.arrival, clock_->Now());
   last_step_ = result.timing;
-  if (on_step) on_step(result);
   // Whoever asks for the pool after this result must not see an older one.
   Publish();
-  clients_[session]->OnResult(std::move(result));
+  clients_[session]->OnResult(result);
+  engine_->SendFeatures();
+  if (on_step) on_step(result);
 }
 
 void StepLoop::Close(uint64_t session, bool clean) {

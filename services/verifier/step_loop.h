@@ -26,7 +26,7 @@ class StepClient {
  public:
   virtual ~StepClient() = default;
   // In the order of the steps; the first answers the hello.
-  virtual void OnResult(StepResult result) = 0;
+  virtual void OnResult(const StepResult& result) = 0;
   // The stream ends; nothing follows.
   virtual void OnEnd(const absl::Status& status) = 0;
 };

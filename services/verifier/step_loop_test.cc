@@ -27,10 +27,10 @@ constexpr int kVocab = 16;
 
 class Client : public StepClient {
  public:
-  void OnResult(StepResult result) override {
+  void OnResult(const StepResult& result) override {
     std::lock_guard<std::mutex> lock(mutex_);
     EXPECT_FALSE(end_) << "a result after the end";
-    results_.push_back(std::move(result));
+    results_.push_back(result);
     changed_.notify_all();
   }
   void OnEnd(const absl::Status& status) override {
@@ -124,6 +124,46 @@ TEST(StepLoop, TheHelloIsAnsweredThenStepsInOrder) {
   EXPECT_FLOAT_EQ(results[1].timing.queue_us, 3000);
   EXPECT_EQ(bench.loop->snapshot().owner, "north");
   EXPECT_EQ(bench.loop->snapshot().pool.sequences, 1);
+}
+
+TEST(StepLoop, TheResultLeavesBeforeTheFeatures) {
+  std::vector<std::string> left;
+  struct Sink : FeatureSink {
+    explicit Sink(std::vector<std::string>* l) : left(l) {}
+    void Connect(const std::string&) override {}
+    int64_t Window(const std::string&) override { return 16; }
+    void Append(const std::string&, const FeatureRows& rows) override { waiting += rows.count; }
+    void Release(const std::string&, uint64_t) override {}
+    void Flush() override {
+      if (std::exchange(waiting, 0) > 0) left->push_back("features");
+    }
+    std::vector<std::string>* const left;
+    int64_t waiting = 0;
+  } sink(&left);
+  struct Router : StepClient {
+    explicit Router(std::vector<std::string>* l) : left(l) {}
+    void OnResult(const StepResult& result) override {
+      if (!result.results.empty()) left->push_back("result");
+    }
+    void OnEnd(const absl::Status&) override {}
+    std::vector<std::string>* const left;
+  };
+  FakeTargetOptions options;
+  EngineOptions engine_options;
+  engine_options.pages = options.pages;
+  engine_options.page_size = options.page_size;
+  StepLoop loop(
+      std::make_unique<Engine>(std::make_unique<FakeTarget>(options), engine_options, &sink),
+      StepLoopOptions{});
+  const uint64_t session = loop.Open("north", 7, std::make_shared<Router>(&left));
+  Step step;
+  step.step = 1;
+  step.admits = {MakeAdmit(5)};
+  step.admits[0].drafter = "there";
+  step.work = {PrefillAll(5)};
+  loop.Submit(session, step);
+  EXPECT_TRUE(loop.Turn(Duration::zero()));
+  EXPECT_THAT(left, ElementsAre("result", "features"));
 }
 
 TEST(StepLoop, ASecondRouterIsRefusedAndItsStepsAreNobodys) {

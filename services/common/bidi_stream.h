@@ -1,6 +1,6 @@
 // The client's end of one bidirectional stream, on the callback API.
-#ifndef COPPICE_SERVICES_ROUTER_BIDI_STREAM_H_
-#define COPPICE_SERVICES_ROUTER_BIDI_STREAM_H_
+#ifndef COPPICE_SERVICES_COMMON_BIDI_STREAM_H_
+#define COPPICE_SERVICES_COMMON_BIDI_STREAM_H_
 
 #include <grpcpp/grpcpp.h>
 
@@ -11,41 +11,53 @@
 #include <mutex>
 #include <utility>
 
+#include "services/common/read_gate.h"
 #include "services/common/stream_writer.h"
 
-namespace coppice::router {
+namespace coppice {
 
-// Any thread writes; `on_message` is called for each message read, in order, on gRPC's threads.
-// Lives, held by itself, until the stream is done.
+// Any thread writes.  Messages are read one at a time: the next once the ticket of the last is
+// gone.  Lives, held by itself, until the stream is done.
 template <typename Request, typename Response>
 class BidiStream : public grpc::ClientBidiReactor<Request, Response>,
                    public std::enable_shared_from_this<BidiStream<Request, Response>> {
  public:
-  explicit BidiStream(std::function<void(const Response&)> on_message)
-      : on_message_(std::move(on_message)),
+  // Called on gRPC's threads; all but the first may be empty.
+  struct Hooks {
+    std::function<void(const Response&, ReadTicket)> message;  // in order
+    std::function<void()> written;                             // one message has left
+    std::function<void(const grpc::Status&)> done;             // nothing follows
+  };
+
+  explicit BidiStream(Hooks hooks, typename StreamWriter<Request>::Options options = {})
+      : hooks_(std::move(hooks)),
         writer_(std::make_shared<StreamWriter<Request>>(
-            [this](const Request& request) { this->StartWrite(&request); })) {}
+            [this](const Request& request) { this->StartWrite(&request); }, std::move(options))),
+        gate_(std::make_shared<ReadGate>([this] { this->StartRead(&message_); })) {}
 
   // For the call that binds this reactor, between construction and Begin.
   grpc::ClientContext* context() { return &context_; }
 
   void Begin() {
     self_ = this->shared_from_this();
-    this->AddHold();  // for writes from outside reactions; dropped by End
+    this->AddHold();  // for writes and reads from outside reactions; dropped by End and Close
     this->StartRead(&message_);
     this->StartCall();
   }
 
-  // Never blocks.  Dropped once the stream is over.
+  // Never blocks.  Dropped once the stream is over; a peer that lets the queue overflow is cut off.
   void Write(Request request) {
     if (writer_->Write(std::move(request)) == StreamWriter<Request>::Result::kFull) Cancel();
   }
+  // Bytes written that have not left.
+  size_t queued_bytes() const { return writer_->bytes(); }
 
   void Cancel() { context_.TryCancel(); }
 
   // Tells the peer that nothing more will come, so that it ends the stream as it should end.
   void Close() {
     writer_->Finish([this] {
+      gate_->Free();
       this->StartWritesDone();
       this->RemoveHold();
     });
@@ -66,15 +78,20 @@ class BidiStream : public grpc::ClientBidiReactor<Request, Response>,
 
   void OnReadDone(bool ok) override {
     if (!ok) return End();
-    on_message_(message_);
-    this->StartRead(&message_);
+    Response message;
+    message.Swap(&message_);
+    const ReadTicket ticket = gate_->Took();
+    hooks_.message(message, ticket);
+    if (ticket == nullptr) this->StartRead(&message_);
   }
   void OnWriteDone(bool ok) override {
     writer_->OnWriteDone(ok);
-    if (!ok) End();
+    if (!ok) return End();
+    if (hooks_.written) hooks_.written();
   }
   void OnDone(const grpc::Status& status) override {
     const std::shared_ptr<BidiStream> self = std::move(self_);
+    if (hooks_.done) hooks_.done(status);
     std::lock_guard<std::mutex> lock(mutex_);
     status_ = status;
     done_ = true;
@@ -83,12 +100,16 @@ class BidiStream : public grpc::ClientBidiReactor<Request, Response>,
 
  private:
   void End() {
-    writer_->FinishNow([this] { this->RemoveHold(); });
+    writer_->FinishNow([this] {
+      gate_->Close();
+      this->RemoveHold();
+    });
   }
 
+  const Hooks hooks_;
   grpc::ClientContext context_;
-  const std::function<void(const Response&)> on_message_;
   const std::shared_ptr<StreamWriter<Request>> writer_;
+  const std::shared_ptr<ReadGate> gate_;
   Response message_;
   std::shared_ptr<BidiStream> self_;
   std::mutex mutex_;
@@ -97,6 +118,6 @@ class BidiStream : public grpc::ClientBidiReactor<Request, Response>,
   grpc::Status status_;
 };
 
-}  // namespace coppice::router
+}  // namespace coppice
 
-#endif  // COPPICE_SERVICES_ROUTER_BIDI_STREAM_H_
+#endif  // COPPICE_SERVICES_COMMON_BIDI_STREAM_H_
