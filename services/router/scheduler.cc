@@ -13,8 +13,6 @@
 namespace coppice::router {
 namespace {
 
-using speculation::Width;
-
 // New tokens for which a sequence is given room in the pool when it is admitted.
 constexpr int kGrowth = 256;
 // A sequence on `auto` that goes undrafted is drafted for once in so many rounds, to see whether it
@@ -25,8 +23,6 @@ constexpr int kProbeEvery = 64;
 // given up.
 constexpr int kMaxFailures = 5;
 constexpr int kMaxLonelyRefusals = 50;
-// The least prefill that a step takes beside decoding.
-constexpr int kMinChunk = 32;
 
 std::string Hex(uint64_t value) { return absl::StrFormat("%016x", value); }
 
@@ -766,50 +762,28 @@ void Scheduler::AdmitWaiting() {
   }
 }
 
-double Scheduler::DraftMicroseconds(int blocks) const {
-  return blocks == 0 || !draft_cost_.has_value() ? 0.0 : draft_cost_->Microseconds(blocks);
+RoundCosts Scheduler::Costs() const {
+  RoundCosts costs;
+  costs.verify = &*verify_cost_;
+  costs.draft = draft_cost_.has_value() ? &*draft_cost_ : nullptr;
+  costs.overhead_us = overhead_us_;
+  costs.prefill_us_per_token = prefill_us_per_token_;
+  costs.max_rows = verifier_info_.max_rows;
+  costs.block_size = drafter_info_.block_size;
+  return costs;
 }
 
-bool Scheduler::AutoPays(const std::vector<Session*>& autos, int other_drafts) const {
-  const int chain = drafter_info_.block_size;
-  const int nodes[speculation::kWidths] = {1, chain, 9, 17, 33};
-  std::vector<speculation::WidthOption> options(speculation::kWidths);
-  for (int i = 0; i < speculation::kWidths; ++i) {
-    options[i].drafted = i > 0;
-    for (const Session* session : autos) {
-      options[i].tokens += i == 0 ? 1.0 : session->forecast.tokens(static_cast<Width>(i));
-      options[i].rows += nodes[i];
-    }
-  }
-  speculation::RoundCost cost;
-  cost.verify = &*verify_cost_;
+bool Scheduler::DraftingPaysFor(const std::vector<Session*>& autos, int others) const {
+  const auto decoding = [](const Session& session) {
+    return Decoding{session.request.speculation, session.request.tree_nodes, &session.forecast};
+  };
+  std::vector<Decoding> all;
   for (const auto& [handle, session] : sessions_) {
-    if (session->phase != Session::Phase::kDecode) continue;
-    switch (session->request.speculation) {
-      case Speculation::kAuto:
-        break;
-      case Speculation::kOff:
-        cost.other_rows += 1;
-        cost.other_tokens += 1;
-        break;
-      case Speculation::kChain:
-        cost.other_rows += chain;
-        cost.other_tokens += session->forecast.tokens(Width::kChain);
-        break;
-      case Speculation::kTree:
-        cost.other_rows += session->request.tree_nodes;
-        cost.other_tokens += session->forecast.tokens(Width::kTree17);
-        break;
-    }
+    if (session->phase == Session::Phase::kDecode) all.push_back(decoding(*session));
   }
-  cost.overhead_us = overhead_us_ + DraftMicroseconds(other_drafts);
-  cost.draft_us = DraftMicroseconds(other_drafts + static_cast<int>(autos.size())) -
-                  DraftMicroseconds(other_drafts);
-  // Options beyond the step's rows are not to be had.
-  while (options.size() > 1 && options.back().rows + cost.other_rows > verifier_info_.max_rows) {
-    options.pop_back();
-  }
-  return speculation::ChooseWidth(options, cost) > 0;
+  std::vector<Decoding> deciding;
+  for (const Session* session : autos) deciding.push_back(decoding(*session));
+  return DraftingPays(all, deciding, others, Costs());
 }
 
 void Scheduler::AskForDrafts() {
@@ -836,7 +810,7 @@ void Scheduler::AskForDrafts() {
     }
   }
   if (!autos.empty()) {
-    const bool pays = AutoPays(autos, static_cast<int>(asking.size()));
+    const bool pays = DraftingPaysFor(autos, static_cast<int>(asking.size()));
     for (Session* session : autos) {
       if (pays) {
         session->undrafted_rounds = 0;
@@ -864,7 +838,7 @@ void Scheduler::AskForDrafts() {
   in_flight.batch = batch.batch;
   in_flight.deadline = clock_->Now() + options_.draft_wait + options_.draft_grace +
                        std::chrono::microseconds(static_cast<int64_t>(
-                           4 * DraftMicroseconds(static_cast<int>(asking.size()))));
+                           4 * Costs().DraftMicroseconds(static_cast<int>(asking.size()))));
   for (Session* session : asking) {
     batch.queries.push_back({session->sequence, session->completion().back(), session->base_len});
     in_flight.handles.push_back(session->handle);
@@ -877,86 +851,6 @@ void Scheduler::AskForDrafts() {
   drafter_->Send(drafter_connection_, std::move(batch));
 }
 
-void Scheduler::BuildAutoTrees(const std::vector<Session*>& autos, int other_rows,
-                               double other_tokens) {
-  if (autos.empty()) return;
-  const int count = static_cast<int>(autos.size());
-  const int max_nodes = std::min(verifier_info_.max_tree_nodes, speculation::kMaxNodes);
-  std::vector<speculation::BuildRequest> requests;
-  int spines = 0;
-  for (Session* session : autos) {
-    requests.push_back(session->MakeBuildRequest(max_nodes));
-    spines +=
-        std::min(speculation::SpineLength(requests.back().candidates, requests.back().max_depth),
-                 max_nodes - 1);
-  }
-  builder_.BuildBatch(requests, std::max(spines, 32 * count), &batch_trees_, &batch_order_);
-
-  // The nested trees' sizes: none, the spines, then the budgets of 9, 17 and 33 nodes a sequence.
-  const int total = static_cast<int>(batch_order_.size());
-  const int cut[speculation::kWidths] = {0, std::min(spines, total), std::min(8 * count, total),
-                                         std::min(16 * count, total), std::min(32 * count, total)};
-  std::vector<speculation::WidthOption> options(speculation::kWidths);
-  std::vector<std::array<double, speculation::kWidths>> expected(count);
-  std::vector<std::array<int, speculation::kWidths>> nodes(count);
-  for (int width = 0; width < speculation::kWidths; ++width) {
-    for (int i = 0; i < count; ++i) {
-      nodes[i][width] = 1;
-      expected[i][width] = 1;
-    }
-    for (int added = 0; added < cut[width]; ++added) {
-      const int i = batch_order_[added];
-      expected[i][width] += std::exp(batch_trees_[i].score[nodes[i][width]++]);
-    }
-    for (int i = 0; i < count; ++i) options[width].tokens += expected[i][width];
-    options[width].rows = count + cut[width];
-  }
-  for (int i = 0; i < count; ++i) autos[i]->forecast.Observe(expected[i]);
-
-  speculation::RoundCost cost;
-  cost.verify = &*verify_cost_;
-  cost.other_rows = other_rows;
-  cost.other_tokens = other_tokens;
-  cost.overhead_us = overhead_us_ + DraftMicroseconds(count);  // the draft is paid by now
-  while (options.size() > 1 && options.back().rows + other_rows > verifier_info_.max_rows) {
-    options.pop_back();
-  }
-  const int chosen = speculation::ChooseWidth(options, cost);
-  for (int i = 0; i < count; ++i) {
-    // Who only looks whether drafting would pay has to look at a draft.
-    const bool looks = std::exchange(autos[i]->probing, false) && chosen == 0;
-    batch_trees_[i].Truncate(nodes[i][looks ? 1 : chosen]);
-    std::swap(autos[i]->tree, batch_trees_[i]);
-  }
-}
-
-void Scheduler::BuildTrees(const std::vector<Session*>& ready) {
-  const int max_nodes = std::min(verifier_info_.max_tree_nodes, speculation::kMaxNodes);
-  std::vector<Session*> autos;
-  int rows = 0;
-  double tokens = 0;
-  for (Session* session : ready) {
-    const bool drafted = session->drafting == Session::Drafting::kReady;
-    if (drafted && session->request.speculation == Speculation::kAuto) {
-      autos.push_back(session);
-      continue;
-    }
-    speculation::BuildRequest request = session->MakeBuildRequest(max_nodes);
-    int budget = 0;
-    if (drafted) {
-      budget = session->request.speculation == Speculation::kChain
-                   ? speculation::SpineLength(request.candidates, request.max_depth)
-                   : session->request.tree_nodes - 1;
-    } else {
-      request.candidates = {};
-    }
-    builder_.Build(request, budget, &session->tree);
-    rows += session->tree.tree.nodes();
-    tokens += speculation::ExpectedTokens(session->tree);
-  }
-  BuildAutoTrees(autos, rows, tokens);
-}
-
 void Scheduler::SendStep() {
   const TimePoint now = clock_->Now();
   bool trees_in_flight = false;
@@ -965,67 +859,48 @@ void Scheduler::SendStep() {
     trees_in_flight = trees_in_flight || step.has_trees;
     prefill_in_flight = prefill_in_flight || step.has_prefill;
   }
-  std::vector<Session*> taking_part;
-  int decoding = 0;
-  int asked = 0;
+  RoundInput input;
+  const int max_nodes = std::min(verifier_info_.max_tree_nodes, speculation::kMaxNodes);
   for (Session* session : Ranked(Session::Phase::kDecode)) {
-    ++decoding;
-    asked += session->drafting == Session::Drafting::kAsked;
+    ++input.decoding;
+    input.asked += session->drafting == Session::Drafting::kAsked;
     if (trees_in_flight || !awaited_.empty() || session->in_flight.has_value() ||
         session->not_before > now) {
       continue;
     }
     if (session->drafting == Session::Drafting::kReady ||
         session->drafting == Session::Drafting::kPlain) {
-      taking_part.push_back(session);
+      RoundItem& item = input.items.emplace_back();
+      item.handle = session->handle;
+      item.mode = session->request.speculation;
+      item.tree_nodes = session->request.tree_nodes;
+      item.drafted = session->drafting == Session::Drafting::kReady;
+      item.looks = session->probing;
+      item.build = session->MakeBuildRequest(max_nodes);
     }
   }
-  const bool with_trees = !taking_part.empty();
   // Prefill rides on the step with trees, or fills the gap while drafts are made; it never queues
   // up behind trees.
-  const bool may_prefill = !prefill_in_flight && !trees_in_flight;
-  std::vector<Session*> prefilling;
-  if (may_prefill) {
+  if (!prefill_in_flight && !trees_in_flight) {
     for (Session* session : Ranked(Session::Phase::kPrefill)) {
       if (!session->in_flight.has_value() && session->not_before <= now) {
-        prefilling.push_back(session);
+        RoundItem& item = input.items.emplace_back();
+        item.handle = session->handle;
+        item.prefill_rows = static_cast<int>(session->admitted_len - session->base_len);
       }
     }
   }
-  if (!with_trees && prefilling.empty()) return;
-
-  BuildTrees(taking_part);
-  std::vector<PlanItem> items;
-  int tree_rows = 0;
-  for (const Session* session : taking_part) {
-    items.push_back({session->handle, session->tree.tree.nodes(), 0});
-    tree_rows += session->tree.tree.nodes();
-  }
-  for (const Session* session : prefilling) {
-    items.push_back(
-        {session->handle, 0, static_cast<int>(session->admitted_len - session->base_len)});
-  }
-  PlanLimits limits;
-  limits.max_rows = verifier_info_.max_rows;
-  limits.prefill_rows = limits.max_rows;
-  if (decoding > 0 && prefill_us_per_token_ > 0) {
-    // Those who decode should not wait much longer than without.
-    const double gap = std::max(DraftMicroseconds(asked),
-                                verify_cost_->Microseconds(std::max(tree_rows, decoding)));
-    limits.prefill_rows =
-        static_cast<int>(std::clamp(gap / prefill_us_per_token_, static_cast<double>(kMinChunk),
-                                    static_cast<double>(limits.max_rows)));
-  }
+  if (input.items.empty()) return;
 
   StepRequest request;
-  for (const PlanGrant& grant : PlanStep(items, limits)) {
+  for (RoundGrant& grant : PlanRound(input, Costs(), &builder_)) {
     Session* session = sessions_.at(grant.handle).get();
     Work work;
     work.sequence = session->sequence;
     work.base_len = session->base_len;
     const Speculation mode = session->request.speculation;
-    if (grant.prefill) {
-      work.prefill = grant.rows;
+    if (grant.prefill > 0) {
+      work.prefill = grant.prefill;
       work.draft_ahead = speculating_ && mode != Speculation::kOff;
       if (!session->admit_sent) {
         request.admits.push_back(session->MakeAdmit(
@@ -1033,7 +908,11 @@ void Scheduler::SendStep() {
         session->admit_sent = true;
       }
     } else {
-      session->tree.Truncate(grant.rows);
+      if (grant.expected.has_value()) {
+        session->forecast.Observe(*grant.expected);
+        session->probing = false;
+      }
+      session->tree = std::move(grant.tree);
       work.tokens = session->tree.tree.token;
       work.parents = session->tree.tree.parent;
       work.draft_ahead = speculating_ && session->draft_pause == 0 &&

@@ -210,14 +210,12 @@ class Scheduler {
   void CheckTimes();
   void AdmitWaiting();
   void AskForDrafts();
-  // Whether drafting for the undecided sequences on `auto` is expected to pay.
-  bool AutoPays(const std::vector<Session*>& autos, int other_drafts) const;
+  RoundCosts Costs() const;
+  bool DraftingPaysFor(const std::vector<Session*>& autos, int others) const;
   // The round goes without a draft; `failed`: though one was asked for.
   void GivePlain(Session* session, bool failed);
   void ResendAfterBreak();
   void SendStep();
-  void BuildTrees(const std::vector<Session*>& ready);
-  void BuildAutoTrees(const std::vector<Session*>& autos, int other_rows, double other_tokens);
   void SendReleases();
   void Deliver();
   void NoteSpeculation();
@@ -226,7 +224,6 @@ class Scheduler {
   // Has an unanswered question that was given up.
   bool DrafterStuck() const;
   bool CanSpeculate() const { return drafter_up_ && drafter_fits_.ok() && !DrafterStuck(); }
-  double DraftMicroseconds(int blocks) const;
   int64_t PagesFor(const Session& session) const;
   std::vector<Session*> Ranked(Session::Phase phase) const;
   void Transmit(StepRequest request);
@@ -280,8 +277,6 @@ class Scheduler {
   size_t overhead_count_ = 0;
 
   speculation::TreeBuilder builder_;
-  std::vector<speculation::BuiltTree> batch_trees_;
-  std::vector<int32_t> batch_order_;
 
   bool draining_ = false;
   std::function<void()> on_idle_;
