@@ -210,7 +210,8 @@ struct Bench {
                                                                engine_options, sender.get()),
                                       StepLoopOptions{});
     loop->Start();
-    session = loop->Open("router", 1, client);
+    session = loop->NewSession();
+    loop->Open(session, "router", 1, client);
     client->Wait();
   }
   ~Bench() {

@@ -25,7 +25,9 @@ grpc::Status Invalid(const std::string& sentence) {
 // does with the reactor goes through the writer, which lets nothing through after Finish.
 //
 // Every message is answered by one result, and the next is read once that is written: so no more
-// than one waits, and the window update that reading brings travels with the result.
+// than one waits, and the window update that reading brings travels with the result.  The result
+// may be written, and the next message read, before the reaction to this one has returned: it hands
+// over last.
 class VerifierService::StepStream
     : public grpc::ServerBidiReactor<v1::StepRequest, v1::StepResult> {
  public:
@@ -51,7 +53,8 @@ class VerifierService::StepStream
         return;
       }
       greeted_ = true;
-      session_ = loop_->Open(request_.hello().router(), request_.hello().router_epoch(), client_);
+      session_ = loop_->NewSession();
+      loop_->Open(session_, request_.hello().router(), request_.hello().router_epoch(), client_);
     } else if (request_.has_hello()) {
       End(Invalid("only the first message of a Step stream is a hello"));
       return;

@@ -72,9 +72,8 @@ void StepLoop::EndSession(uint64_t session, const absl::Status& status) {
   if (lease_.GiveUp(session)) engine_->ReleaseAll();
 }
 
-uint64_t StepLoop::Open(const std::string& router, uint64_t epoch,
-                        std::shared_ptr<StepClient> client) {
-  const uint64_t session = next_session_.fetch_add(1);
+void StepLoop::Open(uint64_t session, const std::string& router, uint64_t epoch,
+                    std::shared_ptr<StepClient> client) {
   queue_.Push([this, session, router, epoch, client = std::move(client)] {
     Tick();  // a lease that is over must not refuse anybody
     if (!draining_.empty()) {
@@ -103,7 +102,6 @@ uint64_t StepLoop::Open(const std::string& router, uint64_t epoch,
     Publish();
     client->OnResult(hello);
   });
-  return session;
 }
 
 void StepLoop::Submit(uint64_t session, Step step) {

@@ -61,8 +61,11 @@ class StepLoop {
   // False once stopped.
   bool Turn(Duration wait);
 
-  // A stream opened and said hello.  Answered by a result with `resumed`, or by OnEnd.
-  uint64_t Open(const std::string& router, uint64_t epoch, std::shared_ptr<StepClient> client);
+  // A number for a stream, which must know it before the loop can answer anything.
+  uint64_t NewSession() { return next_session_.fetch_add(1); }
+  // The stream said hello.  Answered by a result with `resumed`, or by OnEnd.
+  void Open(uint64_t session, const std::string& router, uint64_t epoch,
+            std::shared_ptr<StepClient> client);
   void Submit(uint64_t session, Step step);
   // The stream is gone: as it should (`clean`: its router is done and everything is freed), or it
   // broke (everything is kept for a while).

@@ -85,6 +85,13 @@ Work Root(uint64_t sequence, int64_t base_len, int32_t token) {
   return work;
 }
 
+uint64_t Open(StepLoop& loop, const std::string& router, uint64_t epoch,
+              std::shared_ptr<StepClient> client) {
+  const uint64_t session = loop.NewSession();
+  loop.Open(session, router, epoch, std::move(client));
+  return session;
+}
+
 struct Bench {
   Bench() {
     FakeTargetOptions options;
@@ -108,7 +115,7 @@ struct Bench {
 TEST(StepLoop, TheHelloIsAnsweredThenStepsInOrder) {
   Bench bench;
   auto client = std::make_shared<Client>();
-  const uint64_t session = bench.loop->Open("north", 7, client);
+  const uint64_t session = Open(*bench.loop, "north", 7, client);
   Step step;
   step.step = 1;
   step.admits = {MakeAdmit(5)};
@@ -155,7 +162,7 @@ TEST(StepLoop, TheResultLeavesBeforeTheFeatures) {
   StepLoop loop(
       std::make_unique<Engine>(std::make_unique<FakeTarget>(options), engine_options, &sink),
       StepLoopOptions{});
-  const uint64_t session = loop.Open("north", 7, std::make_shared<Router>(&left));
+  const uint64_t session = Open(loop, "north", 7, std::make_shared<Router>(&left));
   Step step;
   step.step = 1;
   step.admits = {MakeAdmit(5)};
@@ -170,8 +177,8 @@ TEST(StepLoop, ASecondRouterIsRefusedAndItsStepsAreNobodys) {
   Bench bench;
   auto north = std::make_shared<Client>();
   auto south = std::make_shared<Client>();
-  bench.loop->Open("north", 7, north);
-  const uint64_t session = bench.loop->Open("south", 8, south);
+  Open(*bench.loop, "north", 7, north);
+  const uint64_t session = Open(*bench.loop, "south", 8, south);
   Step step;
   step.admits = {MakeAdmit(5)};
   bench.loop->Submit(session, step);
@@ -187,7 +194,7 @@ TEST(StepLoop, ASecondRouterIsRefusedAndItsStepsAreNobodys) {
 TEST(StepLoop, ABrokenStreamsResultsCanBeAskedForAgain) {
   Bench bench;
   auto client = std::make_shared<Client>();
-  const uint64_t session = bench.loop->Open("north", 7, client);
+  const uint64_t session = Open(*bench.loop, "north", 7, client);
   Step step;
   step.admits = {MakeAdmit(5), MakeAdmit(6)};
   step.work = {PrefillAll(5)};
@@ -199,7 +206,7 @@ TEST(StepLoop, ABrokenStreamsResultsCanBeAskedForAgain) {
   const int64_t forwards = bench.target->forwards();
 
   auto again = std::make_shared<Client>();
-  const uint64_t resumed = bench.loop->Open("north", 7, again);
+  const uint64_t resumed = Open(*bench.loop, "north", 7, again);
   Step repeat;
   repeat.work = {PrefillAll(5)};
   bench.loop->Submit(resumed, repeat);
@@ -216,7 +223,7 @@ TEST(StepLoop, ABrokenStreamsResultsCanBeAskedForAgain) {
 TEST(StepLoop, AfterTheHoldEverythingIsFreed) {
   Bench bench;
   auto client = std::make_shared<Client>();
-  const uint64_t session = bench.loop->Open("north", 7, client);
+  const uint64_t session = Open(*bench.loop, "north", 7, client);
   Step step;
   step.admits = {MakeAdmit(5)};
   step.work = {PrefillAll(5)};
@@ -225,13 +232,13 @@ TEST(StepLoop, AfterTheHoldEverythingIsFreed) {
   bench.Turn();
   EXPECT_EQ(bench.loop->snapshot().owner, "north");
   auto south = std::make_shared<Client>();
-  bench.loop->Open("south", 8, south);
+  Open(*bench.loop, "south", 8, south);
   bench.Turn();
   EXPECT_TRUE(south->end()) << "held";
   bench.clock.Advance(seconds(10));
   // Nobody had to notice in between.
   south = std::make_shared<Client>();
-  bench.loop->Open("south", 8, south);
+  Open(*bench.loop, "south", 8, south);
   bench.Turn();
   EXPECT_FALSE(south->end());
   EXPECT_THAT(south->results()[0].resumed, IsEmpty());
@@ -241,7 +248,7 @@ TEST(StepLoop, AfterTheHoldEverythingIsFreed) {
 TEST(StepLoop, ACleanEndFreesAtOnce) {
   Bench bench;
   auto client = std::make_shared<Client>();
-  const uint64_t session = bench.loop->Open("north", 7, client);
+  const uint64_t session = Open(*bench.loop, "north", 7, client);
   Step step;
   step.admits = {MakeAdmit(5)};
   step.work = {PrefillAll(5)};
@@ -251,7 +258,7 @@ TEST(StepLoop, ACleanEndFreesAtOnce) {
   EXPECT_EQ(bench.loop->snapshot().owner, "");
   EXPECT_EQ(bench.loop->snapshot().pool.free_pages, 64);
   auto south = std::make_shared<Client>();
-  bench.loop->Open("south", 8, south);
+  Open(*bench.loop, "south", 8, south);
   bench.Turn();
   EXPECT_THAT(south->results(), SizeIs(1));
 }
@@ -260,11 +267,11 @@ TEST(StepLoop, TheSameRoutersNewStreamReplacesTheOld) {
   Bench bench;
   auto old = std::make_shared<Client>();
   auto fresh = std::make_shared<Client>();
-  const uint64_t old_session = bench.loop->Open("north", 7, old);
+  const uint64_t old_session = Open(*bench.loop, "north", 7, old);
   Step step;
   step.admits = {MakeAdmit(5)};
   bench.loop->Submit(old_session, step);
-  const uint64_t session = bench.loop->Open("north", 7, fresh);
+  const uint64_t session = Open(*bench.loop, "north", 7, fresh);
   bench.loop->Submit(old_session, step);
   bench.loop->Close(old_session, false);
   bench.Turn();
@@ -281,7 +288,7 @@ TEST(StepLoop, TheSameRoutersNewStreamReplacesTheOld) {
 TEST(StepLoop, DrainingLetsWhatRunsFinish) {
   Bench bench;
   auto client = std::make_shared<Client>();
-  const uint64_t session = bench.loop->Open("north", 7, client);
+  const uint64_t session = Open(*bench.loop, "north", 7, client);
   Step step;
   step.admits = {MakeAdmit(5, 2)};
   step.work = {PrefillAll(5)};
@@ -302,7 +309,7 @@ TEST(StepLoop, DrainingLetsWhatRunsFinish) {
   ASSERT_TRUE(client->end());
   EXPECT_EQ(client->end()->code(), absl::StatusCode::kUnavailable);
   auto late = std::make_shared<Client>();
-  bench.loop->Open("south", 8, late);
+  Open(*bench.loop, "south", 8, late);
   bench.Turn();
   EXPECT_EQ(late->end()->code(), absl::StatusCode::kUnavailable);
 }
@@ -323,7 +330,7 @@ TEST(StepLoop, ThreadsComeAndGo) {
   std::thread rival([&] {
     while (!stop) {
       auto client = std::make_shared<Client>();
-      bench.loop->Close(bench.loop->Open("rival", 99, client), false);
+      bench.loop->Close(Open(*bench.loop, "rival", 99, client), false);
       std::this_thread::sleep_for(milliseconds(1));
     }
   });
@@ -334,7 +341,7 @@ TEST(StepLoop, ThreadsComeAndGo) {
     uint64_t session = 0;
     for (int tries = 0; tries < 1000; ++tries) {
       client = std::make_shared<Client>();
-      session = bench.loop->Open("north", 7, client);
+      session = Open(*bench.loop, "north", 7, client);
       client->WaitFor(0);
       if (!client->end()) break;
       // The rival has it; its broken lease runs out on the fake clock.
