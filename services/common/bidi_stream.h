@@ -22,11 +22,10 @@ template <typename Request, typename Response>
 class BidiStream : public grpc::ClientBidiReactor<Request, Response>,
                    public std::enable_shared_from_this<BidiStream<Request, Response>> {
  public:
-  // Called on gRPC's threads; all but the first may be empty.
+  // Called on gRPC's threads, never after Wait has returned; the second may be empty.
   struct Hooks {
     std::function<void(const Response&, ReadTicket)> message;  // in order
     std::function<void()> written;                             // one message has left
-    std::function<void(const grpc::Status&)> done;             // nothing follows
   };
 
   explicit BidiStream(Hooks hooks, typename StreamWriter<Request>::Options options = {})
@@ -91,7 +90,6 @@ class BidiStream : public grpc::ClientBidiReactor<Request, Response>,
   }
   void OnDone(const grpc::Status& status) override {
     const std::shared_ptr<BidiStream> self = std::move(self_);
-    if (hooks_.done) hooks_.done(status);
     std::lock_guard<std::mutex> lock(mutex_);
     status_ = status;
     done_ = true;

@@ -7,16 +7,10 @@
 #include "services/router/wire.h"
 
 namespace coppice::router {
-namespace {
-
-constexpr std::chrono::seconds kInfoDeadline{3};
-
-}  // namespace
-
 DrafterClient::DrafterClient(const Options& options, std::function<void(Event, ReadTicket)> post)
     : options_(options),
       post_(std::move(post)),
-      connection_({[this](uint64_t) { return Prepare(); },
+      connection_({[this](grpc::ClientContext* context) { return Prepare(context); },
                    [this](uint64_t connection) {
                      using Stream = BidiStream<v1::DraftBatch, v1::DraftReply>;
                      Stream::Hooks hooks;
@@ -28,13 +22,14 @@ DrafterClient::DrafterClient(const Options& options, std::function<void(Event, R
                      stub_->async()->Draft(stream->context(), stream.get());
                      return stream;
                    },
-                   [this](uint64_t connection, BidiStream<v1::DraftBatch, v1::DraftReply>*) {
+                   [this](uint64_t connection, const auto&) {
                      post_(DrafterUp{connection, info_}, nullptr);
                    },
                    [this](uint64_t connection, absl::Status status) {
                      post_(DrafterDown{connection, std::move(status)}, nullptr);
-                   }},
-                  options.retry) {
+                   },
+                   nullptr},
+                  {options.retry, options.retry, options.retry}) {
   ChannelOptions channel;
   channel.own_connection = true;
   if (!options_.address.empty()) {
@@ -48,11 +43,9 @@ void DrafterClient::Start() {
   if (stub_ != nullptr) connection_.Start();
 }
 
-absl::Status DrafterClient::Prepare() {
-  grpc::ClientContext context;
-  context.set_deadline(std::chrono::system_clock::now() + kInfoDeadline);
+absl::Status DrafterClient::Prepare(grpc::ClientContext* context) {
   v1::DrafterInfo reply;
-  const grpc::Status status = stub_->GetInfo(&context, v1::GetDrafterInfoRequest(), &reply);
+  const grpc::Status status = stub_->GetInfo(context, v1::GetDrafterInfoRequest(), &reply);
   if (!status.ok()) {
     return absl::UnavailableError(absl::StrCat("it does not answer: ", status.error_message()));
   }

@@ -10,7 +10,7 @@
 
 #include "coppice/v1/drafter.grpc.pb.h"
 #include "services/common/clock.h"
-#include "services/router/peer_connection.h"
+#include "services/common/peer_connection.h"
 #include "services/router/peers.h"
 #include "services/router/scheduler.h"
 
@@ -20,7 +20,7 @@ class DrafterClient : public DrafterLink {
  public:
   struct Options {
     std::string address;  // empty: there is none, and nothing is done
-    Duration retry = std::chrono::milliseconds(500);
+    std::chrono::milliseconds retry{500};
   };
 
   // `post` takes DrafterUp, DrafterReplied and DrafterDown, from several threads, and with them
@@ -32,7 +32,7 @@ class DrafterClient : public DrafterLink {
   void Send(uint64_t connection, DraftBatch batch) override;
 
  private:
-  absl::Status Prepare();
+  absl::Status Prepare(grpc::ClientContext* context);
 
   const Options options_;
   const std::function<void(Event, ReadTicket)> post_;

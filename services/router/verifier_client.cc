@@ -7,19 +7,13 @@
 #include "services/router/wire.h"
 
 namespace coppice::router {
-namespace {
-
-constexpr std::chrono::seconds kInfoDeadline{3};
-
-}  // namespace
-
 VerifierClient::VerifierClient(const Options& options,
                                std::function<absl::Status(const VerifierInfo&)> check,
                                std::function<void(Event, ReadTicket)> post)
     : options_(options),
       check_(std::move(check)),
       post_(std::move(post)),
-      connection_({[this](uint64_t) { return Prepare(); },
+      connection_({[this](grpc::ClientContext* context) { return Prepare(context); },
                    [this](uint64_t connection) {
                      using Stream = BidiStream<v1::StepRequest, v1::StepResult>;
                      Stream::Hooks hooks;
@@ -31,7 +25,7 @@ VerifierClient::VerifierClient(const Options& options,
                      stub_->async()->Step(stream->context(), stream.get());
                      return stream;
                    },
-                   [this](uint64_t, BidiStream<v1::StepRequest, v1::StepResult>* stream) {
+                   [this](uint64_t, const auto& stream) {
                      v1::StepRequest request;
                      request.mutable_hello()->set_router(options_.router);
                      request.mutable_hello()->set_router_epoch(options_.router_epoch);
@@ -39,8 +33,9 @@ VerifierClient::VerifierClient(const Options& options,
                    },
                    [this](uint64_t connection, absl::Status status) {
                      post_(VerifierDown{connection, std::move(status)}, nullptr);
-                   }},
-                  options.retry) {
+                   },
+                   nullptr},
+                  {options.retry, options.retry, options.retry}) {
   ChannelOptions channel;
   channel.own_connection = true;
   stub_ = v1::Verifier::NewStub(MakeChannel(options_.address, channel));
@@ -50,11 +45,9 @@ VerifierClient::~VerifierClient() { connection_.Stop(); }
 
 void VerifierClient::Start() { connection_.Start(); }
 
-absl::Status VerifierClient::Prepare() {
-  grpc::ClientContext context;
-  context.set_deadline(std::chrono::system_clock::now() + kInfoDeadline);
+absl::Status VerifierClient::Prepare(grpc::ClientContext* context) {
   v1::VerifierInfo reply;
-  const grpc::Status status = stub_->GetInfo(&context, v1::GetVerifierInfoRequest(), &reply);
+  const grpc::Status status = stub_->GetInfo(context, v1::GetVerifierInfoRequest(), &reply);
   if (!status.ok()) {
     return absl::UnavailableError(absl::StrCat("it does not answer: ", status.error_message()));
   }

@@ -11,7 +11,7 @@
 
 #include "coppice/v1/verifier.grpc.pb.h"
 #include "services/common/clock.h"
-#include "services/router/peer_connection.h"
+#include "services/common/peer_connection.h"
 #include "services/router/peers.h"
 #include "services/router/scheduler.h"
 
@@ -23,7 +23,7 @@ class VerifierClient : public VerifierLink {
     std::string address;
     std::string router;  // told to others who want the lease
     uint64_t router_epoch = 0;
-    Duration retry = std::chrono::milliseconds(500);
+    std::chrono::milliseconds retry{500};
   };
 
   // `check` decides whether the verifier that was found is the right one, before its lease is
@@ -37,7 +37,7 @@ class VerifierClient : public VerifierLink {
   void Send(uint64_t connection, StepRequest request) override;
 
  private:
-  absl::Status Prepare();
+  absl::Status Prepare(grpc::ClientContext* context);
   void OnResult(uint64_t connection, const v1::StepResult& result, ReadTicket ticket);
 
   const Options options_;

@@ -1,10 +1,8 @@
 #include "services/verifier/feature_sender.h"
 
-#include <grpcpp/alarm.h>
 #include <grpcpp/grpcpp.h>
 
 #include <algorithm>
-#include <condition_variable>
 #include <mutex>
 #include <optional>
 #include <utility>
@@ -12,8 +10,8 @@
 
 #include "coppice/v1/drafter.grpc.pb.h"
 #include "glog/logging.h"
-#include "services/common/bidi_stream.h"
 #include "services/common/channel.h"
+#include "services/common/peer_connection.h"
 
 namespace coppice::verifier {
 namespace {
@@ -28,8 +26,6 @@ constexpr std::chrono::milliseconds kGapPause{50};
 // releases all.
 constexpr size_t kMaxReleased = 1 << 16;
 constexpr size_t kMaxPeers = 64;
-constexpr std::chrono::seconds kInfoDeadline{3};
-constexpr std::chrono::milliseconds kCloseLimit{300};
 
 using Lock = std::unique_lock<std::mutex>;
 
@@ -46,21 +42,25 @@ struct FeatureSender::Shared {
 // A sequence is `missing` from the moment rows of it could not be sent until the answer to a
 // request to send them again is complete; rows that come meanwhile are in that answer and are
 // dropped.  Requests and rows both pass through the step loop, so their order is one order.
-class FeatureSender::Peer : public std::enable_shared_from_this<FeatureSender::Peer> {
+class FeatureSender::Peer {
  public:
   Peer(std::string address, std::shared_ptr<Shared> shared)
-      : address_(std::move(address)), shared_(std::move(shared)), retry_(options().first_retry) {
+      : address_(std::move(address)),
+        shared_(std::move(shared)),
+        connection_(MakeHooks(),
+                    {options().first_retry, options().longest_retry, options().refused_retry}) {
     ChannelOptions channel;
     channel.max_message_bytes = kFeatureMessageBytes;
     channel.own_connection = true;
     stub_ = v1::Drafter::NewStub(MakeChannel(address_, channel));
+    connection_.Start();
   }
 
   // ---- From the step loop's thread.
   void Connect() {
     Lock lock(mutex_);
     wanted_ = true;
-    if (phase_ == Phase::kIdle) Ask(&lock);
+    connection_.Wake();
   }
   int64_t window() const { return window_.load(std::memory_order_relaxed); }
   void Append(const FeatureRows& rows);
@@ -69,16 +69,23 @@ class FeatureSender::Peer : public std::enable_shared_from_this<FeatureSender::P
   // Nothing is sent or awaited: the peer can be forgotten.
   bool Unused() {
     Lock lock(mutex_);
-    return sequences_.empty() && phase_ != Phase::kOpen;
+    return sequences_.empty() && stream_ == nullptr;
   }
 
-  void Stop();
-  void WaitStopped();
+  // Close never blocks, Stop waits for the end.
+  void Close() {
+    {
+      Lock lock(mutex_);
+      stopping_ = true;
+    }
+    connection_.Close();
+  }
+  void Stop() { connection_.Stop(); }
 
  private:
-  using Stream = BidiStream<v1::ContextBatch, v1::ContextAck>;
+  using Connection = PeerConnection<v1::ContextBatch, v1::ContextAck>;
+  using Stream = Connection::Stream;
 
-  enum class Phase { kIdle, kAsking, kOpen, kWaiting };
   struct State {
     int64_t sent_len = 0;  // rows up to here were queued on this stream
     std::optional<int64_t> need_from;
@@ -88,11 +95,6 @@ class FeatureSender::Peer : public std::enable_shared_from_this<FeatureSender::P
     TimePoint answered{};
     int64_t answered_from = -1;
   };
-  struct InfoCall {
-    grpc::ClientContext context;
-    v1::GetDrafterInfoRequest request;
-    v1::DrafterInfo reply;
-  };
   struct Request {
     uint64_t sequence;
     int64_t from;
@@ -101,17 +103,16 @@ class FeatureSender::Peer : public std::enable_shared_from_this<FeatureSender::P
 
   const FeatureSenderOptions& options() const { return shared_->options; }
   bool Interesting() const { return wanted_ || !sequences_.empty(); }
-  // ---- From the stream with this number.
-  void OnAck(uint64_t stream, const v1::ContextAck& ack);
-  void OnWritten(uint64_t stream);
-  void OnStreamDone(uint64_t stream, const grpc::Status& status);
+  Connection::Hooks MakeHooks();
+  // ---- From the connection.
+  absl::Status Prepare(grpc::ClientContext* context);
+  std::shared_ptr<Stream> Open();
+  void OnOpened(const std::shared_ptr<Stream>& stream);
+  void OnDown(const absl::Status& status);
+  // ---- From its stream.
+  void OnAck(const v1::ContextAck& ack);
+  void OnWritten();
 
-  // Calls GetInfo, without the lock meanwhile.
-  void Ask(Lock* lock);
-  void OnInfo(const grpc::Status& status, const v1::DrafterInfo& info);
-  // After a failure, with the lock.
-  void Retry(const grpc::Status& status);
-  void OnAlarm();
   void WriteBatch(Lock* lock);
   // Which sequences to send again now.
   std::vector<Request> NextRequests();
@@ -136,16 +137,10 @@ class FeatureSender::Peer : public std::enable_shared_from_this<FeatureSender::P
   std::atomic<int64_t> window_{kDefaultWindow};
 
   std::mutex mutex_;
-  std::condition_variable changed_;
   bool stopping_ = false;
-  Phase phase_ = Phase::kIdle;
   bool wanted_ = false;
-  bool reported_ = false;  // that it is away
-  std::chrono::milliseconds retry_;
-  std::unique_ptr<grpc::Alarm> alarm_;   // while kWaiting
-  std::shared_ptr<InfoCall> info_call_;  // while kAsking
-  std::shared_ptr<Stream> stream_;       // while kOpen
-  uint64_t stream_number_ = 0;           // of the latest
+  bool reported_ = false;           // that it is away
+  std::shared_ptr<Stream> stream_;  // while it can be written to
   absl::flat_hash_map<uint64_t, State> sequences_;
   int missing_ = 0;   // of them
   int requests_ = 0;  // of them with a request under way
@@ -153,51 +148,52 @@ class FeatureSender::Peer : public std::enable_shared_from_this<FeatureSender::P
   v1::ContextBatch batch_;  // of this step
   size_t batch_bytes_ = 0;
   std::vector<uint64_t> released_;  // not sent yet
+  Connection connection_;           // its thread ends before the rest goes
 };
 
 // ---- Connection
 
-void FeatureSender::Peer::Ask(Lock* lock) {
-  phase_ = Phase::kAsking;
-  auto call = std::make_shared<InfoCall>();
-  call->context.set_deadline(std::chrono::system_clock::now() + kInfoDeadline);
-  info_call_ = call;
-  lock->unlock();
-  stub_->async()->GetInfo(&call->context, &call->request, &call->reply,
-                          [self = shared_from_this(), call](grpc::Status status) {
-                            self->OnInfo(status, call->reply);
-                          });
-  lock->lock();
+FeatureSender::Peer::Connection::Hooks FeatureSender::Peer::MakeHooks() {
+  Connection::Hooks hooks;
+  hooks.prepare = [this](grpc::ClientContext* context) { return Prepare(context); };
+  hooks.open = [this](uint64_t) { return Open(); };
+  hooks.opened = [this](uint64_t, const std::shared_ptr<Stream>& stream) { OnOpened(stream); };
+  hooks.down = [this](uint64_t, const absl::Status& status) { OnDown(status); };
+  hooks.wanted = [this] {
+    Lock lock(mutex_);
+    return Interesting();
+  };
+  return hooks;
 }
 
-void FeatureSender::Peer::OnInfo(const grpc::Status& status, const v1::DrafterInfo& info) {
-  Lock lock(mutex_);
-  info_call_.reset();
-  if (!status.ok() || stopping_) return Retry(status);
-  if (info.window() > 0) window_ = info.window();
-  const uint64_t number = ++stream_number_;
+absl::Status FeatureSender::Peer::Prepare(grpc::ClientContext* context) {
+  v1::DrafterInfo info;
+  const grpc::Status status = stub_->GetInfo(context, v1::GetDrafterInfoRequest(), &info);
+  if (status.ok() && info.window() > 0) window_ = info.window();
+  return FromGrpcStatus(status);
+}
+
+std::shared_ptr<FeatureSender::Peer::Stream> FeatureSender::Peer::Open() {
   Stream::Hooks hooks;
-  hooks.message = [self = shared_from_this(), number](const v1::ContextAck& ack, ReadTicket) {
-    self->OnAck(number, ack);
-  };
-  hooks.written = [self = shared_from_this(), number] { self->OnWritten(number); };
-  hooks.done = [self = shared_from_this(), number](const grpc::Status& status) {
-    self->OnStreamDone(number, status);
-  };
+  hooks.message = [this](const v1::ContextAck& ack, const ReadTicket&) { OnAck(ack); };
+  hooks.written = [this] { OnWritten(); };
   StreamWriter<v1::ContextBatch>::Options queue;
   queue.max_bytes = options().max_queued_bytes;
-  phase_ = Phase::kOpen;
-  stream_ = std::make_shared<Stream>(std::move(hooks), std::move(queue));
+  auto stream = std::make_shared<Stream>(std::move(hooks), std::move(queue));
+  stub_->async()->AppendContext(stream->context(), stream.get());
+  return stream;
+}
+
+void FeatureSender::Peer::OnOpened(const std::shared_ptr<Stream>& stream) {
   v1::ContextBatch hello;
   hello.mutable_hello()->set_verifier_epoch(options().verifier_epoch);
   hello.mutable_hello()->set_verifier(options().verifier);
   hello.mutable_hello()->set_drafter_fingerprint(options().drafter_fingerprint);
   hello.mutable_hello()->set_embedding_fingerprint(options().embedding_fingerprint);
   hello.mutable_hello()->set_hidden_size(options().hidden_size);
-  // With the lock, so that no row overtakes the hello; a stream never calls back from here.
-  stub_->async()->AppendContext(stream_->context(), stream_.get());
-  stream_->Begin();
-  stream_->Write(std::move(hello));
+  stream->Write(std::move(hello));
+  Lock lock(mutex_);
+  stream_ = stream;
   ++shared_->counters.connections;
   ++shared_->counters.streams;
   const std::vector<Request> requests = NextRequests();
@@ -205,71 +201,26 @@ void FeatureSender::Peer::OnInfo(const grpc::Status& status, const v1::DrafterIn
   Send(requests);
 }
 
-void FeatureSender::Peer::OnStreamDone(uint64_t stream, const grpc::Status& status) {
+void FeatureSender::Peer::OnDown(const absl::Status& status) {
   Lock lock(mutex_);
-  if (stream_ == nullptr || stream_number_ != stream) return;
-  stream_.reset();
-  --shared_->counters.streams;
-  // The drafter has freed all that came by this stream.
-  batch_.Clear();
-  batch_bytes_ = 0;
-  released_.clear();
-  for (auto& [id, state] : sequences_) {
-    SetMissing(&state, std::nullopt);
-    state.sent_len = 0;
-    state.no_slot = false;
-    state.answered_from = -1;
+  if (stream_ != nullptr) {
+    stream_.reset();
+    --shared_->counters.streams;
+    // The drafter has freed all that came by this stream.
+    batch_.Clear();
+    batch_bytes_ = 0;
+    released_.clear();
+    for (auto& [id, state] : sequences_) {
+      SetMissing(&state, std::nullopt);
+      state.sent_len = 0;
+      state.no_slot = false;
+      state.answered_from = -1;
+    }
   }
-  Retry(status);
-}
-
-void FeatureSender::Peer::Retry(const grpc::Status& status) {
-  const bool refused = status.error_code() == grpc::StatusCode::FAILED_PRECONDITION ||
-                       status.error_code() == grpc::StatusCode::INVALID_ARGUMENT ||
-                       status.error_code() == grpc::StatusCode::UNIMPLEMENTED;
-  if (stopping_ || !Interesting()) {
-    phase_ = Phase::kIdle;
-    changed_.notify_all();
-    return;
-  }
-  if (!reported_) {
-    LOG(WARNING) << "drafter " << address_ << (refused ? " refuses" : " is away")
-                 << ", its sequences go on undrafted: " << status.error_message();
-    reported_ = true;
-  }
-  phase_ = Phase::kWaiting;
-  const std::chrono::milliseconds pause = refused ? options().refused_retry : retry_;
-  retry_ = std::min(retry_ * 2, options().longest_retry);
-  alarm_ = std::make_unique<grpc::Alarm>();
-  alarm_->Set(std::chrono::system_clock::now() + pause,
-              [self = shared_from_this()](bool) { self->OnAlarm(); });
-}
-
-void FeatureSender::Peer::OnAlarm() {
-  Lock lock(mutex_);
-  // An alarm keeps its callback, which keeps this.
-  const std::unique_ptr<grpc::Alarm> fired = std::move(alarm_);
-  if (!stopping_ && Interesting()) return Ask(&lock);
-  phase_ = Phase::kIdle;
-  changed_.notify_all();
-}
-
-void FeatureSender::Peer::Stop() {
-  Lock lock(mutex_);
-  stopping_ = true;
-  if (alarm_) alarm_->Cancel();
-  if (info_call_) info_call_->context.TryCancel();
-  const std::shared_ptr<Stream> stream = stream_;
-  lock.unlock();
-  if (stream) stream->Close();
-}
-
-void FeatureSender::Peer::WaitStopped() {
-  Lock lock(mutex_);
-  const auto stopped = [&] { return phase_ == Phase::kIdle; };
-  if (changed_.wait_for(lock, kCloseLimit, stopped)) return;
-  if (stream_) stream_->Cancel();
-  changed_.wait(lock, stopped);
+  if (stopping_ || !Interesting() || reported_) return;
+  LOG(WARNING) << "drafter " << address_ << ": " << status.message()
+               << "; its sequences go on undrafted";
+  reported_ = true;
 }
 
 // ---- Rows
@@ -288,10 +239,10 @@ void FeatureSender::Peer::Append(const FeatureRows& rows) {
       state.request = 0;
       state.answered = std::chrono::steady_clock::now();
     }
-  } else if (phase_ != Phase::kOpen || state.missing || state.no_slot) {
-    if (phase_ != Phase::kOpen && !state.missing) SetMissing(&state, std::nullopt);
+  } else if (stream_ == nullptr || state.missing || state.no_slot) {
+    if (stream_ == nullptr && !state.missing) SetMissing(&state, std::nullopt);
     shared_->counters.dropped += rows.count;
-    if (phase_ == Phase::kIdle) Ask(&lock);
+    if (stream_ == nullptr) connection_.Wake();
     return;
   }
   if (rows.count == 0) return;
@@ -315,14 +266,14 @@ void FeatureSender::Peer::Release(uint64_t sequence) {
   if (it != sequences_.end()) {
     Forget(it->second);
     sequences_.erase(it);
-    if (phase_ == Phase::kOpen) released_.push_back(sequence);
+    if (stream_ != nullptr) released_.push_back(sequence);
   }
   if (sequences_.empty()) wanted_ = false;
 }
 
 // Only the step loop's thread queues rows, so the room it sees here cannot shrink.
 void FeatureSender::Peer::WriteBatch(Lock* lock) {
-  if (phase_ != Phase::kOpen) return;
+  if (stream_ == nullptr) return;
   v1::ContextBatch batch;
   batch.Swap(&batch_);
   const size_t bytes = std::exchange(batch_bytes_, 0);
@@ -362,7 +313,7 @@ void FeatureSender::Peer::Flush() {
 
 std::vector<FeatureSender::Peer::Request> FeatureSender::Peer::NextRequests() {
   std::vector<Request> requests;
-  if (stopping_ || phase_ != Phase::kOpen || missing_ == requests_ || requests_ >= kMaxRequests ||
+  if (stopping_ || stream_ == nullptr || missing_ == requests_ || requests_ >= kMaxRequests ||
       stream_->queued_bytes() > options().max_queued_bytes / 8) {
     return requests;
   }
@@ -377,9 +328,9 @@ std::vector<FeatureSender::Peer::Request> FeatureSender::Peer::NextRequests() {
   return requests;
 }
 
-void FeatureSender::Peer::OnWritten(uint64_t stream) {
+void FeatureSender::Peer::OnWritten() {
   Lock lock(mutex_);
-  if (stream_ == nullptr || stream_number_ != stream) return;
+  if (stream_ == nullptr) return;  // the hello, before it is known here
   v1::ContextBatch batch;
   // What was held back while the queue was full.  (Rows of these sequences may still be in the
   // batch that the step loop is filling; they then leave with it.)
@@ -394,13 +345,13 @@ void FeatureSender::Peer::OnWritten(uint64_t stream) {
   Send(requests);
 }
 
-void FeatureSender::Peer::OnAck(uint64_t stream, const v1::ContextAck& ack) {
+void FeatureSender::Peer::OnAck(const v1::ContextAck& ack) {
   Lock lock(mutex_);
-  if (stream_ == nullptr || stream_number_ != stream) return;
+  if (stream_ == nullptr) return;
   // Only now is it certain that the drafter did not refuse the hello.
   if (reported_) LOG(INFO) << "drafter " << address_ << " is back";
   reported_ = false;
-  retry_ = options().first_retry;
+  connection_.Succeeded();
   for (const v1::ContextAck::Entry& entry : ack.entries()) {
     const auto it = sequences_.find(entry.sequence());
     if (it == sequences_.end()) continue;
@@ -454,7 +405,7 @@ void FeatureSender::Release(const std::string& drafter, uint64_t sequence) {
   it->second->Release(sequence);
   // Addresses that answer nobody are not kept for ever.
   if (peers_.size() > kMaxPeers && it->second->Unused()) {
-    it->second->Stop();
+    it->second->Close();
     peers_.erase(it);
   }
 }
@@ -464,8 +415,8 @@ void FeatureSender::Flush() {
 }
 
 void FeatureSender::Shutdown() {
+  for (const auto& [address, peer] : peers_) peer->Close();
   for (const auto& [address, peer] : peers_) peer->Stop();
-  for (const auto& [address, peer] : peers_) peer->WaitStopped();
 }
 
 }  // namespace coppice::verifier
