@@ -3,6 +3,7 @@
 #define COPPICE_SERVICES_COMMON_BIDI_STREAM_H_
 
 #include <grpcpp/grpcpp.h>
+#include <grpcpp/support/client_callback.h>
 
 #include <chrono>
 #include <condition_variable>
@@ -97,9 +98,11 @@ class BidiStream : public grpc::ClientBidiReactor<Request, Response>,
   }
 
  private:
+  // What the peer said before its last word must be read, whoever holds a ticket: only then does
+  // gRPC tell the status.
   void End() {
     writer_->FinishNow([this] {
-      gate_->Close();
+      gate_->Free();
       this->RemoveHold();
     });
   }
