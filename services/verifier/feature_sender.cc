@@ -25,6 +25,9 @@ constexpr std::chrono::milliseconds kGapPause{50};
 // Released ids that wait for a drafter that does not read; beyond, the stream is cut instead, which
 // releases all.
 constexpr size_t kMaxReleased = 1 << 16;
+// At most on the wire, beside the features of one sequence's rows; and one released id.
+constexpr size_t kRowsBytes = 64;
+constexpr size_t kReleasedBytes = 10;
 constexpr size_t kMaxPeers = 64;
 
 using Lock = std::unique_lock<std::mutex>;
@@ -113,7 +116,7 @@ class FeatureSender::Peer {
   void OnAck(const v1::ContextAck& ack);
   void OnWritten();
 
-  void WriteBatch(Lock* lock);
+  void WriteBatch();
   // Which sequences to send again now.
   std::vector<Request> NextRequests();
   void Send(const std::vector<Request>& requests) {
@@ -256,8 +259,8 @@ void FeatureSender::Peer::Append(const FeatureRows& rows) {
   out->set_features(rows.features.data(), bytes);
   if (rows.pending) out->set_pending_token(*rows.pending);
   out->set_draft_ahead(rows.draft_ahead);
-  batch_bytes_ += bytes + 64;
-  if (batch_bytes_ >= options().message_bytes) WriteBatch(&lock);
+  batch_bytes_ += bytes + kRowsBytes;
+  if (batch_bytes_ >= options().message_bytes) WriteBatch();
 }
 
 void FeatureSender::Peer::Release(uint64_t sequence) {
@@ -271,14 +274,15 @@ void FeatureSender::Peer::Release(uint64_t sequence) {
   if (sequences_.empty()) wanted_ = false;
 }
 
-// Only the step loop's thread queues rows, so the room it sees here cannot shrink.
-void FeatureSender::Peer::WriteBatch(Lock* lock) {
+// Only holders of the lock write, so the room that is seen here cannot shrink.
+void FeatureSender::Peer::WriteBatch() {
   if (stream_ == nullptr) return;
   v1::ContextBatch batch;
   batch.Swap(&batch_);
   const size_t bytes = std::exchange(batch_bytes_, 0);
   const size_t queued = stream_->queued_bytes();
-  if (queued > 0 && queued + bytes + released_.size() * 9 > options().max_queued_bytes) {
+  if (queued > 0 &&
+      queued + bytes + kReleasedBytes * (released_.size() + 2) > options().max_queued_bytes) {
     for (const v1::ContextRows& rows : batch.rows()) {
       shared_->counters.dropped += rows.count();
       const auto it = sequences_.find(rows.sequence());
@@ -297,15 +301,12 @@ void FeatureSender::Peer::WriteBatch(Lock* lock) {
   // After the rows, and after all rows of earlier messages.
   for (const uint64_t sequence : released_) batch.add_released(sequence);
   released_.clear();
-  const std::shared_ptr<Stream> stream = stream_;
-  lock->unlock();
-  stream->Write(std::move(batch));
-  lock->lock();
+  stream_->Write(std::move(batch));
 }
 
 void FeatureSender::Peer::Flush() {
   Lock lock(mutex_);
-  if (batch_.rows_size() > 0 || !released_.empty()) WriteBatch(&lock);
+  if (batch_.rows_size() > 0 || !released_.empty()) WriteBatch();
   const std::vector<Request> requests = NextRequests();
   lock.unlock();
   Send(requests);
@@ -338,10 +339,9 @@ void FeatureSender::Peer::OnWritten() {
     for (const uint64_t sequence : released_) batch.add_released(sequence);
     released_.clear();
   }
+  if (batch.released_size() > 0) stream_->Write(std::move(batch));
   const std::vector<Request> requests = NextRequests();
-  const std::shared_ptr<Stream> current = stream_;
   lock.unlock();
-  if (batch.released_size() > 0) current->Write(std::move(batch));
   Send(requests);
 }
 
