@@ -203,12 +203,4 @@ void TreeBuilder::BuildBatch(absl::Span<const BuildRequest> requests, int budget
   BuildInto(requests, budget, out->data(), order);
 }
 
-BuiltTree BuildChain(const BuildRequest& request) {
-  BuildRequest chain = request;
-  chain.min_spine = kMaxPositions;
-  BuiltTree out;
-  TreeBuilder().Build(chain, SpineLength(request.candidates, request.max_depth), &out);
-  return out;
-}
-
 }  // namespace coppice::speculation

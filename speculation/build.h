@@ -117,9 +117,6 @@ class TreeBuilder {
   uint32_t inserted_ = 0;
 };
 
-// The chain: the argmax spine alone.
-BuiltTree BuildChain(const BuildRequest& request);
-
 }  // namespace coppice::speculation
 
 #endif  // COPPICE_SPECULATION_BUILD_H_

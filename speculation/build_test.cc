@@ -205,7 +205,8 @@ TEST(BuildTest, SpineComesFirstAndContainsTheChain) {
     request.max_depth = static_cast<int>(rng() % 9);
     const int budget = static_cast<int>(rng() % 40);
     builder.Build(request, budget, &built);
-    const BuiltTree chain = BuildChain(request);
+    BuiltTree chain;
+    builder.Build(request, SpineLength(request.candidates, request.max_depth), &chain);
     ASSERT_TRUE(Validate(built.tree).ok());
     ASSERT_EQ(chain.tree.nodes(), 1 + SpineLength(request.candidates, request.max_depth));
     const int shared = std::min(chain.tree.nodes(), budget + 1);
