@@ -67,8 +67,17 @@ absl::Status Run(const Flags& flags, ShutdownSignals* signals, int* exit_code) {
         "--device ", flags.device, ": this build drafts on the CPU only; use --device cpu"));
   }
   absl::StatusOr<std::unique_ptr<Metrics>> metrics =
-      Metrics::Create("0.0.0.0", flags.service.metrics_port);
+      Metrics::Create(flags.service.listen, flags.service.metrics_port);
   if (!metrics.ok()) return metrics.status();
+
+  // The server comes first: a taken port is told before a long load, and health says NOT_SERVING
+  // while it lasts.
+  DrafterService service;
+  ServerOptions server_options;
+  server_options.listen = flags.service.listen;
+  server_options.max_message_bytes = kFeatureMessageBytes;
+  absl::StatusOr<std::unique_ptr<RpcServer>> server = RpcServer::Start(server_options, {&service});
+  if (!server.ok()) return server.status();
 
   DrafterOptions model_options;
   model_options.drafter_dir = flags.drafter;
@@ -88,12 +97,7 @@ absl::Status Run(const Flags& flags, ShutdownSignals* signals, int* exit_code) {
   const v1::DrafterInfo info = MakeInfo(flags, **model, options, cost);
 
   DraftLoop loop(std::move(*model), options, MakeObserver(metrics->get()));
-  DrafterService service(&loop, info);
-  ServerOptions server_options;
-  server_options.listen = flags.service.listen;
-  server_options.max_message_bytes = kFeatureMessageBytes;
-  absl::StatusOr<std::unique_ptr<RpcServer>> server = RpcServer::Start(server_options, {&service});
-  if (!server.ok()) return server.status();
+  service.Ready(&loop, info);
   Readiness readiness(
       server->get(),
       Readiness::FromHeartbeat(&loop.heartbeat(), std::chrono::seconds(30), "draft loop"));

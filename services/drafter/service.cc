@@ -23,6 +23,10 @@ grpc::Status Draining() {
   return grpc::Status(grpc::StatusCode::UNAVAILABLE, "this drafter is shutting down");
 }
 
+grpc::Status Loading() {
+  return grpc::Status(grpc::StatusCode::UNAVAILABLE, "this drafter is still loading its model");
+}
+
 std::string Fingerprints(uint64_t drafter, uint64_t embedding, uint32_t hidden_size) {
   return absl::StrCat("drafter ", absl::Hex(drafter, absl::kZeroPad16), ", embedding ",
                       absl::Hex(embedding, absl::kZeroPad16), ", hidden size ", hidden_size);
@@ -139,7 +143,7 @@ class DrafterService::ContextReactor
         gate_(std::make_shared<ReadGate>([this] { Read(); })),
         stream_(service->Register([this, w = writer_](const grpc::Status& s) { End(w, s); })) {
     if (stream_ == 0) {
-      End(writer_, Draining());
+      End(writer_, service_->WhyNot());
     } else {
       Read();
     }
@@ -246,7 +250,7 @@ class DrafterService::DraftReactor
         gate_(std::make_shared<ReadGate>([this] { StartRead(&batch_); })),
         stream_(service->Register([this, w = writer_](const grpc::Status& s) { End(w, s); })) {
     if (stream_ == 0) {
-      End(writer_, Draining());
+      End(writer_, service_->WhyNot());
     } else {
       StartRead(&batch_);
     }
@@ -305,15 +309,25 @@ class DrafterService::DraftReactor
 
 // ---- The service
 
-DrafterService::DrafterService(DraftLoop* loop, v1::DrafterInfo info)
-    : loop_(loop), info_(std::move(info)) {}
+void DrafterService::Ready(DraftLoop* loop, v1::DrafterInfo info) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  loop_ = loop;
+  info_ = std::move(info);
+}
 
 grpc::ServerUnaryReactor* DrafterService::GetInfo(grpc::CallbackServerContext* context,
                                                   const v1::GetDrafterInfoRequest*,
                                                   v1::DrafterInfo* response) {
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (loop_ == nullptr) {
+    lock.unlock();
+    reactor->Finish(WhyNot());
+    return reactor;
+  }
   *response = info_;
   response->set_sequences(static_cast<uint32_t>(loop_->sequences()));
-  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  lock.unlock();
   reactor->Finish(grpc::Status::OK);
   return reactor;
 }
@@ -330,9 +344,14 @@ grpc::ServerBidiReactor<v1::DraftBatch, v1::DraftReply>* DrafterService::Draft(
 
 uint64_t DrafterService::Register(End end) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (draining_) return 0;
+  if (draining_ || loop_ == nullptr) return 0;
   streams_[++last_stream_] = std::move(end);
   return last_stream_;
+}
+
+grpc::Status DrafterService::WhyNot() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return draining_ ? Draining() : Loading();
 }
 
 void DrafterService::Unregister(uint64_t stream) {

@@ -15,8 +15,11 @@ namespace coppice::drafter {
 
 class DrafterService : public v1::Drafter::CallbackService {
  public:
-  // `info` is what GetInfo answers, but for the slots in use.  `loop` must outlive the server.
-  DrafterService(DraftLoop* loop, v1::DrafterInfo info);
+  // Until the model is loaded every call is refused, UNAVAILABLE.
+  DrafterService() = default;
+  // From now on calls are served.  `info` is what GetInfo answers, but for the slots in use. `loop`
+  // must outlive the server.
+  void Ready(DraftLoop* loop, v1::DrafterInfo info);
 
   grpc::ServerUnaryReactor* GetInfo(grpc::CallbackServerContext* context,
                                     const v1::GetDrafterInfoRequest* request,
@@ -34,13 +37,15 @@ class DrafterService : public v1::Drafter::CallbackService {
   class DraftReactor;
   using End = std::function<void(const grpc::Status&)>;
 
-  // Remembers how to end a stream; returns its number, or 0 while draining.
+  // Remembers how to end a stream; returns its number, or 0 while loading or draining.
   uint64_t Register(End end);
+  // Why a stream was not registered, or none is to be any more.
+  grpc::Status WhyNot();
   void Unregister(uint64_t stream);
 
-  DraftLoop* const loop_;
-  const v1::DrafterInfo info_;
   std::mutex mutex_;
+  DraftLoop* loop_ = nullptr;  // this and info_ stand still once a stream is registered
+  v1::DrafterInfo info_;
   uint64_t last_stream_ = 0;
   bool draining_ = false;
   absl::flat_hash_map<uint64_t, End> streams_;

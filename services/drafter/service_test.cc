@@ -32,7 +32,8 @@ class ServiceTest : public ::testing::Test {
     info.set_vocab_size(1000);
     info.set_hidden_size(FakeModel::kWidth);
     info.set_max_top_k(4);
-    service_ = std::make_unique<DrafterService>(loop_.get(), info);
+    service_ = std::make_unique<DrafterService>();
+    service_->Ready(loop_.get(), info);
     ServerOptions server_options;
     server_options.max_message_bytes = kFeatureMessageBytes;
     server_ = *RpcServer::Start(server_options, {service_.get()});
@@ -243,6 +244,24 @@ TEST_F(ServiceTest, DrainEndsStreamsAndRefusesNewOnes) {
   Verifier late(stub_.get());
   EXPECT_EQ(late.End().error_code(), grpc::StatusCode::UNAVAILABLE);
   EXPECT_TRUE(AwaitSequences(0));
+}
+
+TEST_F(ServiceTest, WhileItLoadsItSaysSo) {
+  DrafterService loading;
+  const std::unique_ptr<RpcServer> server = *RpcServer::Start(ServerOptions(), {&loading});
+  const auto stub = v1::Drafter::NewStub(MakeChannel(server->address()));
+  grpc::ClientContext context;
+  v1::DrafterInfo info;
+  const grpc::Status status = stub->GetInfo(&context, v1::GetDrafterInfoRequest(), &info);
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::UNAVAILABLE);
+  EXPECT_THAT(status.error_message(), HasSubstr("loading"));
+  Verifier early(stub.get());
+  EXPECT_EQ(early.End().error_code(), grpc::StatusCode::UNAVAILABLE);
+  grpc::ClientContext draft;
+  auto router = stub->Draft(&draft);
+  v1::DraftReply reply;
+  EXPECT_FALSE(router->Read(&reply));
+  EXPECT_EQ(router->Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
 }
 
 TEST_F(ServiceTest, ManyShortLives) {
