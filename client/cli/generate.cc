@@ -149,7 +149,8 @@ Command AddGenerate(FlagParser* flags) {
   flags->AddSwitch("json", &own->json, "print one JSON object at the end, instead of text",
                    command);
   flags->AddSwitch("quiet", &own->quiet, "do not print the figures", command);
-  flags->Add("timeout", &own->timeout, "seconds the whole generation may take; 0: any", command);
+  flags->Add("timeout", &own->timeout, "seconds the whole generation may take; 0: any", command)
+      ->check(CLI::Range(0.0, 1e6));
   own->request.AddTo(flags, command);
   own->cluster.AddTo(flags, command, true);
   return {command, [own](ShutdownSignals* signals) { return Run(*own, signals); }};

@@ -186,7 +186,9 @@ std::optional<int> FlagParser::Parse(int argc, const char* const* argv) {
 
 void ServiceFlags::AddTo(FlagParser* flags) {
   flags->Add("listen", &listen, "host:port to serve on; port 0: any free one");
-  flags->Add("metrics-port", &metrics_port, "port for Prometheus' /metrics; 0: none")
+  flags
+      ->Add("metrics-port", &metrics_port,
+            "port for Prometheus' /metrics, on the host of --listen; 0: none")
       ->check(CLI::Range(0, 65535));
   flags->AddChoice("log-level", &log_level, LogLevels(), "the least severe messages shown");
   flags->Add("drain-seconds", &drain_seconds, "how long running work may take after SIGTERM")

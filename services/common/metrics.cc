@@ -4,14 +4,17 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "services/common/server.h"
 
 namespace coppice {
 
-absl::StatusOr<std::unique_ptr<Metrics>> Metrics::Create(const std::string& host, int port) {
+absl::StatusOr<std::unique_ptr<Metrics>> Metrics::Create(const std::string& listen, int port) {
   std::unique_ptr<Metrics> out(new Metrics);
   out->registry_ = std::make_shared<prometheus::Registry>();
   if (port == 0) return out;
-  const std::string at = absl::StrCat(host, ":", port);
+  const absl::StatusOr<std::string> host = ListenHost(listen);
+  if (!host.ok()) return host.status();
+  const std::string at = absl::StrCat(*host, ":", port);
   try {
     out->exposer_ = std::make_unique<prometheus::Exposer>(at, 1);
     out->exposer_->RegisterCollectable(out->registry_);

@@ -22,9 +22,10 @@ namespace coppice {
 // is thread-safe.
 class Metrics {
  public:
-  // Serves /metrics on `port` of `host`; port 0: nowhere.  FAILED_PRECONDITION where the port
-  // cannot be had.
-  static absl::StatusOr<std::unique_ptr<Metrics>> Create(const std::string& host, int port);
+  // Serves /metrics on `port`, where the service itself listens (host:port): who may reach the one
+  // may reach the other.  Port 0: nowhere.  INVALID_ARGUMENT where `listen` is no host:port,
+  // FAILED_PRECONDITION where the port cannot be had.
+  static absl::StatusOr<std::unique_ptr<Metrics>> Create(const std::string& listen, int port);
 
   prometheus::Counter& Counter(const std::string& name, const std::string& help,
                                const prometheus::Labels& labels = {});

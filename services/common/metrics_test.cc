@@ -57,7 +57,7 @@ TEST(MetricsTest, ServesWhatWasCounted) {
   Occupied place;
   const int port = place.port();
   place.Free();
-  auto metrics = Metrics::Create("127.0.0.1", port);
+  auto metrics = Metrics::Create("127.0.0.1:0", port);
   ASSERT_TRUE(metrics.ok()) << metrics.status();
   (*metrics)->Counter("things_total", "things", {{"kind", "a"}}).Increment(3);
   (*metrics)->Histogram("wait_seconds", "waits", Metrics::ExponentialBuckets(1, 2, 2)).Observe(1.5);
@@ -69,14 +69,23 @@ TEST(MetricsTest, ServesWhatWasCounted) {
 
 TEST(MetricsTest, PortInUseIsSaid) {
   Occupied place;
-  const auto metrics = Metrics::Create("127.0.0.1", place.port());
+  const auto metrics = Metrics::Create("127.0.0.1:0", place.port());
   ASSERT_EQ(metrics.status().code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_THAT(std::string(metrics.status().message()),
               HasSubstr("127.0.0.1:" + std::to_string(place.port())));
 }
 
+TEST(MetricsTest, WhereTheServiceListensAndNowhereElse) {
+  Occupied place;
+  const int port = place.port();
+  place.Free();
+  const auto metrics = Metrics::Create("127.0.0.2:7000", port);
+  ASSERT_TRUE(metrics.ok()) << metrics.status();
+  EXPECT_EQ(Get(port), "") << "127.0.0.1 is not where it listens";
+}
+
 TEST(MetricsTest, PortZeroServesNowhere) {
-  auto metrics = Metrics::Create("127.0.0.1", 0);
+  auto metrics = Metrics::Create("127.0.0.1:0", 0);
   ASSERT_TRUE(metrics.ok());
   (*metrics)->Gauge("level", "level").Set(2);
   EXPECT_EQ((*metrics)->registry().Collect().size(), 1u);

@@ -78,6 +78,12 @@ absl::Status WhyNotBound(const std::string& listen, const HostPort& at) {
 
 }  // namespace
 
+absl::StatusOr<std::string> ListenHost(const std::string& listen) {
+  absl::StatusOr<HostPort> at = SplitAddress(listen);
+  if (!at.ok()) return at.status();
+  return at->host;
+}
+
 absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(
     const ServerOptions& options, const std::vector<grpc::Service*>& services) {
   absl::StatusOr<HostPort> at = SplitAddress(options.listen);

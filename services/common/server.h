@@ -15,6 +15,9 @@
 
 namespace coppice {
 
+// The host of host:port.  INVALID_ARGUMENT, saying what to give, where it is none.
+absl::StatusOr<std::string> ListenHost(const std::string& listen);
+
 struct ServerOptions {
   std::string listen = "127.0.0.1:0";  // host:port; port 0: any free one
   int max_message_bytes = kControlMessageBytes;

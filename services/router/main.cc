@@ -126,7 +126,7 @@ int Main(int argc, char** argv) {
   to_engine = &engine;
 
   absl::StatusOr<std::unique_ptr<Metrics>> metrics =
-      Metrics::Create("0.0.0.0", service.metrics_port);
+      Metrics::Create(service.listen, service.metrics_port);
   if (!metrics.ok()) return Fail(metrics.status());
   RouterMetrics router_metrics(metrics->get(), &engine.counters());
 

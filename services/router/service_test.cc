@@ -240,7 +240,7 @@ class RouterTest : public ::testing::Test {
     };
     engine_ = std::make_unique<Engine>(options_, FakeTokenizer(), Clock::Real(),
                                        verifier_client_.get(), drafter_client_.get(), random);
-    metrics_ = Metrics::Create("127.0.0.1", 0).value();
+    metrics_ = Metrics::Create("127.0.0.1:0", 0).value();
     router_metrics_ = std::make_unique<RouterMetrics>(metrics_.get(), &engine_->counters());
     InferenceOptions inference;
     inference.limits.vocab_size = kFakeVocab;

@@ -127,7 +127,7 @@ absl::Status Run(Flags flags, ShutdownSignals* signals, int* exit_code) {
         "--device ", flags.device, ": this build has no CUDA backend; use --device cpu"));
   }
   absl::StatusOr<std::unique_ptr<Metrics>> metrics =
-      Metrics::Create("0.0.0.0", flags.service.metrics_port);
+      Metrics::Create(flags.service.listen, flags.service.metrics_port);
   if (!metrics.ok()) return metrics.status();
 
   // The server comes first: a taken port is told before a long load, and health says NOT_SERVING

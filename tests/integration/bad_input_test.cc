@@ -196,6 +196,32 @@ TEST(Flags, UnknownFlagsAndValuesAreNamed) {
       RunCommand({Binary("coppice"), "generate", "hello", "--speculation", "forest"});
   EXPECT_EQ(mode.exit_code, 2) << mode.output;
   EXPECT_THAT(mode.output, AllOf(HasSubstr("forest"), HasSubstr("tree")));
+  const CommandResult timeout =
+      RunCommand({Binary("coppice"), "generate", "hello", "--timeout", "-3"});
+  EXPECT_EQ(timeout.exit_code, 2) << timeout.output;
+  EXPECT_THAT(timeout.output, AllOf(HasSubstr("--timeout"), HasSubstr("-3")));
+  const CommandResult verifiers = RunCommand(
+      {Binary("coppice"), "up", "--model", "no/such/model", "--verifiers", "2", "--detach"});
+  EXPECT_EQ(verifiers.exit_code, 2) << verifiers.output;
+  EXPECT_THAT(verifiers.output, AllOf(HasSubstr("--verifiers"), HasSubstr("one verifier")));
+}
+
+TEST(Flags, ATakenPortIsToldBeforeTheModelIsRead) {
+  const int port = FreePort();
+  const std::string address = "127.0.0.1:" + std::to_string(port);
+  TemporaryDirectory logs;
+  Process first({Binary("coppice-drafter"), "--model", "models/demo", "--drafter",
+                 "models/demo/drafter", "--listen", address},
+                logs.path() + "/first");
+  ASSERT_TRUE(Eventually([&] { return first.Output().find("listens on") != std::string::npos; },
+                         seconds(60)));
+  for (const std::string binary : {"coppice-drafter", "coppice-verifier"}) {
+    const CommandResult second = RunCommand({Binary(binary), "--model", "no/such/model",
+                                             "--drafter", "no/such/drafter", "--listen", address},
+                                            seconds(30));
+    EXPECT_EQ(second.exit_code, 1) << second.output;
+    EXPECT_THAT(second.output, AllOf(HasSubstr(address), HasSubstr("in use"))) << binary;
+  }
 }
 
 TEST(Flags, NoClusterIsSaid) {
