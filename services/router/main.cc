@@ -21,15 +21,15 @@
 #include "services/common/server.h"
 #include "services/common/shutdown.h"
 #include "services/router/drafter_client.h"
-#include "services/router/engine.h"
 #include "services/router/metrics.h"
+#include "services/router/scheduler_loop.h"
 #include "services/router/service.h"
 #include "services/router/verifier_client.h"
 
 namespace coppice::router {
 namespace {
 
-// An engine thread that has not gone round for so long is stuck.
+// A loop that has not gone round for so long is stuck.
 constexpr std::chrono::seconds kStuck{5};
 
 std::string DefaultName() {
@@ -106,11 +106,11 @@ int Main(int argc, char** argv) {
   options.max_queue = max_queue;
   options.top_k = top_k;
 
-  // The links post to the engine, which sends through the links: they start once it stands, and
+  // The links post to the loop, which sends through the links: they start once it stands, and
   // stop before it falls.
-  Engine* to_engine = nullptr;
-  auto post = [&to_engine](Event event, ReadTicket ticket) {
-    to_engine->Post(std::move(event), std::move(ticket));
+  SchedulerLoop* to_loop = nullptr;
+  auto post = [&to_loop](Event event, ReadTicket ticket) {
+    to_loop->Post(std::move(event), std::move(ticket));
   };
   VerifierClient::Options verifier_options;
   verifier_options.address = verifier_address;
@@ -122,13 +122,14 @@ int Main(int argc, char** argv) {
   DrafterClient::Options drafter_options;
   drafter_options.address = drafter_address;
   auto drafter = std::make_unique<DrafterClient>(drafter_options, post);
-  Engine engine(options, tokenizer->get(), Clock::Real(), verifier.get(), drafter.get(), random);
-  to_engine = &engine;
+  SchedulerLoop loop(options, tokenizer->get(), Clock::Real(), verifier.get(), drafter.get(),
+                     random);
+  to_loop = &loop;
 
   absl::StatusOr<std::unique_ptr<Metrics>> metrics =
       Metrics::Create(service.listen, service.metrics_port);
   if (!metrics.ok()) return Fail(metrics.status());
-  RouterMetrics router_metrics(metrics->get(), &engine.counters());
+  RouterMetrics router_metrics(metrics->get(), &loop.counters());
 
   InferenceOptions inference_options;
   inference_options.limits.vocab_size = config->vocab_size;
@@ -142,23 +143,23 @@ int Main(int argc, char** argv) {
   inference_options.model_name = model_name;
   inference_options.build = build;
   inference_options.on_final = [&](const Final& final) { router_metrics.Observe(final); };
-  InferenceService inference(inference_options, tokenizer->get(), &engine, random);
-  ClusterService cluster({name, epoch, verifier_address, drafter_address, build}, &engine);
+  InferenceService inference(inference_options, tokenizer->get(), &loop, random);
+  ClusterService cluster({name, epoch, verifier_address, drafter_address, build}, &loop);
 
   ServerOptions server_options;
   server_options.listen = service.listen;
   absl::StatusOr<std::unique_ptr<RpcServer>> server =
       RpcServer::Start(server_options, {&inference, &cluster});
   if (!server.ok()) return Fail(server.status());
-  engine.Start();
+  loop.Start();
   verifier->Start();
   drafter->Start();
   LOG(INFO) << "router " << name << " listens on " << (*server)->address();
 
-  const auto stuck = Readiness::FromHeartbeat(&engine.heartbeat(), kStuck, "the engine");
+  const auto stuck = Readiness::FromHeartbeat(&loop.heartbeat(), kStuck, "scheduler loop");
   auto readiness = std::make_unique<Readiness>(server->get(), [&] {
     std::string reason = stuck();
-    if (reason.empty()) reason = engine.NotReadyReason();
+    if (reason.empty()) reason = loop.NotReadyReason();
     router_metrics.Update(reason.empty());
     return reason;
   });
@@ -167,16 +168,16 @@ int Main(int argc, char** argv) {
       &signals, std::chrono::seconds(service.drain_seconds), [&](TimePoint deadline) {
         readiness->Drain("shutting down");
         Queue<bool> idle;
-        engine.Post(Drain{[&idle] { idle.Push(true); }});
+        loop.Post(Drain{[&idle] { idle.Push(true); }});
         // A little is left of the limit for those who are cut off to be told.
         const TimePoint cut = deadline - std::chrono::milliseconds(500);
         if (!idle.PopUntil(cut).has_value()) {
-          engine.Post(Abandon{"the router is shutting down; resume the stream on another"});
+          loop.Post(Abandon{"the router is shutting down; resume the stream on another"});
           idle.PopUntil(deadline);
         }
         (*server)->Shutdown(deadline);
         readiness.reset();
-        engine.Stop();
+        loop.Stop();
         // The verifier sees its stream close.
         verifier.reset();
         drafter.reset();

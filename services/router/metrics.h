@@ -19,7 +19,7 @@ class RouterMetrics {
  public:
   RouterMetrics(Metrics* metrics, const SchedulerCounters* counters);
 
-  // Copies the engine's counters; to be called a few times a second.
+  // Copies the scheduler's counters; to be called a few times a second.
   void Update(bool ready);
   // A stream's figures, at its end.
   void Observe(const Final& final);

@@ -1,5 +1,6 @@
-// The router's engine: decides who runs next and with how much draft tree, and keeps every stream
-// true through whatever its peers do.  Knows nothing of gRPC, threads or the machine's clock.
+// The router's state and what becomes of it: decides who runs next and with how much draft tree,
+// and keeps every stream true through whatever its peers do.  Knows nothing of gRPC, threads or the
+// machine's clock.
 #ifndef COPPICE_SERVICES_ROUTER_SCHEDULER_H_
 #define COPPICE_SERVICES_ROUTER_SCHEDULER_H_
 
@@ -72,7 +73,7 @@ struct SchedulerCounters {
   std::atomic<bool> speculating{false};
 };
 
-// What GetState tells of the engine.
+// What GetState tells of the scheduler.
 struct SchedulerState {
   std::string not_ready_reason;  // empty: ready
   bool verifier_connected = false;

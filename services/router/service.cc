@@ -45,11 +45,11 @@ std::optional<TimePoint> Deadline(const grpc::CallbackServerContext& context) {
   return Clock::Real()->Now() + left - std::min(kDeadlineMargin, left / 10);
 }
 
-// One Generate call.  gRPC owns it until OnDone; the engine's end is ClientStream.
+// One Generate call.  gRPC owns it until OnDone; the scheduler's end is ClientStream.
 class GenerateReactor : public grpc::ServerWriteReactor<v1::GenerateDelta> {
  public:
-  GenerateReactor(Engine* engine, uint64_t handle, size_t buffer_bytes)
-      : engine_(engine), handle_(handle) {
+  GenerateReactor(SchedulerLoop* loop, uint64_t handle, size_t buffer_bytes)
+      : loop_(loop), handle_(handle) {
     DeltaWriter::Options options;
     options.max_bytes = buffer_bytes;
     options.coalesce = Coalesce;
@@ -72,14 +72,14 @@ class GenerateReactor : public grpc::ServerWriteReactor<v1::GenerateDelta> {
     writer->OnWriteDone(ok);
   }
   void OnCancel() override {
-    engine_->Post(ClientGone{handle_});
+    loop_->Post(ClientGone{handle_});
     const std::shared_ptr<DeltaWriter> writer = writer_;
     writer->FinishNow([this] { Finish(grpc::Status::CANCELLED); });
   }
   void OnDone() override { delete this; }
 
  private:
-  Engine* const engine_;
+  SchedulerLoop* const loop_;
   const uint64_t handle_;
   std::shared_ptr<DeltaWriter> writer_;
 };
@@ -154,8 +154,8 @@ absl::StatusOr<std::vector<int32_t>> EncodeMessages(const Tokenizer& tokenizer,
 // ---- Inference
 
 InferenceService::InferenceService(const InferenceOptions& options, const Tokenizer* tokenizer,
-                                   Engine* engine, std::function<uint64_t()> random)
-    : options_(options), tokenizer_(tokenizer), engine_(engine), random_(std::move(random)) {}
+                                   SchedulerLoop* loop, std::function<uint64_t()> random)
+    : options_(options), tokenizer_(tokenizer), loop_(loop), random_(std::move(random)) {}
 
 absl::StatusOr<Request> InferenceService::Check(const v1::GenerateRequest& request) const {
   RequestFields fields = FieldsFromWire(request);
@@ -176,14 +176,14 @@ absl::StatusOr<Request> InferenceService::Check(const v1::GenerateRequest& reque
   if (!ids.ok()) return ids.status();
   if (!ids->empty()) fields.prompt.assign(ids->begin(), ids->end());
   RequestLimits limits = options_.limits;
-  limits.pool_tokens = engine_->pool_tokens();
+  limits.pool_tokens = loop_->pool_tokens();
   return CheckRequest(std::move(fields), limits, random_);
 }
 
 grpc::ServerWriteReactor<v1::GenerateDelta>* InferenceService::Generate(
     grpc::CallbackServerContext* context, const v1::GenerateRequest* request) {
   const uint64_t handle = next_handle_.fetch_add(1);
-  auto* reactor = new GenerateReactor(engine_, handle, options_.client_buffer_bytes);
+  auto* reactor = new GenerateReactor(loop_, handle, options_.client_buffer_bytes);
   const std::shared_ptr<DeltaWriter> writer = reactor->writer();
   absl::StatusOr<Request> checked = Check(*request);
   if (!checked.ok()) {
@@ -195,7 +195,7 @@ grpc::ServerWriteReactor<v1::GenerateDelta>* InferenceService::Generate(
   submit.deadline = Deadline(*context);
   submit.stream = std::make_shared<ClientStream>(reactor, checked->id, options_.on_final);
   submit.request = *std::move(checked);
-  if (!engine_->Post(std::move(submit))) {
+  if (!loop_->Post(std::move(submit))) {
     GenerateReactor::End(writer, reactor,
                          absl::UnavailableError("the router is shutting down; try another"));
   }
@@ -217,7 +217,7 @@ grpc::ServerUnaryReactor* InferenceService::Cancel(grpc::CallbackServerContext* 
     response->set_found(found);
     reactor->Finish(grpc::Status::OK);
   };
-  if (!engine_->Post(std::move(cancel))) reactor->Finish(grpc::Status::OK);  // nothing runs
+  if (!loop_->Post(std::move(cancel))) reactor->Finish(grpc::Status::OK);  // nothing runs
   return reactor;
 }
 
@@ -271,7 +271,7 @@ grpc::ServerUnaryReactor* InferenceService::GetModel(grpc::CallbackServerContext
                                                      v1::Model* response) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
   response->set_name(options_.model_name);
-  if (const uint64_t fingerprint = engine_->model_fingerprint(); fingerprint != 0) {
+  if (const uint64_t fingerprint = loop_->model_fingerprint(); fingerprint != 0) {
     response->set_fingerprint(absl::StrFormat("%016x", fingerprint));
   }
   response->set_vocab_size(options_.limits.vocab_size);
@@ -284,8 +284,8 @@ grpc::ServerUnaryReactor* InferenceService::GetModel(grpc::CallbackServerContext
 
 // ---- Cluster
 
-ClusterService::ClusterService(const ClusterOptions& options, Engine* engine)
-    : options_(options), engine_(engine), started_(Clock::Real()->Now()) {}
+ClusterService::ClusterService(const ClusterOptions& options, SchedulerLoop* loop)
+    : options_(options), loop_(loop), started_(Clock::Real()->Now()) {}
 
 grpc::ServerUnaryReactor* ClusterService::GetState(grpc::CallbackServerContext* context,
                                                    const v1::GetStateRequest*,
@@ -296,14 +296,14 @@ grpc::ServerUnaryReactor* ClusterService::GetState(grpc::CallbackServerContext* 
     Fill(state, response);
     reactor->Finish(grpc::Status::OK);
   };
-  if (!engine_->Post(std::move(ask))) {
+  if (!loop_->Post(std::move(ask))) {
     reactor->Finish(grpc::Status(grpc::StatusCode::UNAVAILABLE, "the router is shutting down"));
   }
   return reactor;
 }
 
 void ClusterService::Fill(const SchedulerState& state, v1::ClusterState* response) const {
-  const SchedulerCounters& counters = engine_->counters();
+  const SchedulerCounters& counters = loop_->counters();
   v1::ClusterState::Router* router = response->mutable_router();
   router->set_name(options_.name);
   router->set_epoch(options_.epoch);

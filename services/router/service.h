@@ -1,4 +1,4 @@
-// gRPC in and out of the router: checks and translates, hands to the engine, writes what the engine
+// gRPC in and out of the router: checks and translates, hands to the scheduler, writes what it
 // says.
 #ifndef COPPICE_SERVICES_ROUTER_SERVICE_H_
 #define COPPICE_SERVICES_ROUTER_SERVICE_H_
@@ -11,8 +11,8 @@
 #include "coppice/v1/inference.grpc.pb.h"
 #include "model/tokenizer.h"
 #include "services/common/clock.h"
-#include "services/router/engine.h"
 #include "services/router/request.h"
+#include "services/router/scheduler_loop.h"
 #include "services/router/stream.h"
 
 namespace coppice::router {
@@ -27,11 +27,11 @@ struct InferenceOptions {
   std::function<void(const Final&)> on_final;
 };
 
-// No call blocks: tokenizing is done on gRPC's threads, all else by the engine's.
+// No call blocks: tokenizing is done on gRPC's threads, all else by the scheduler's.
 class InferenceService : public v1::Inference::CallbackService {
  public:
   // Everything must outlive the service.
-  InferenceService(const InferenceOptions& options, const Tokenizer* tokenizer, Engine* engine,
+  InferenceService(const InferenceOptions& options, const Tokenizer* tokenizer, SchedulerLoop* loop,
                    std::function<uint64_t()> random);
 
   grpc::ServerWriteReactor<v1::GenerateDelta>* Generate(
@@ -54,7 +54,7 @@ class InferenceService : public v1::Inference::CallbackService {
 
   const InferenceOptions options_;
   const Tokenizer* const tokenizer_;
-  Engine* const engine_;
+  SchedulerLoop* const loop_;
   const std::function<uint64_t()> random_;
   std::atomic<uint64_t> next_handle_{1};
 };
@@ -69,7 +69,7 @@ struct ClusterOptions {
 
 class ClusterService : public v1::Cluster::CallbackService {
  public:
-  ClusterService(const ClusterOptions& options, Engine* engine);
+  ClusterService(const ClusterOptions& options, SchedulerLoop* loop);
 
   grpc::ServerUnaryReactor* GetState(grpc::CallbackServerContext* context,
                                      const v1::GetStateRequest* request,
@@ -79,7 +79,7 @@ class ClusterService : public v1::Cluster::CallbackService {
   void Fill(const SchedulerState& state, v1::ClusterState* response) const;
 
   const ClusterOptions options_;
-  Engine* const engine_;
+  SchedulerLoop* const loop_;
   const TimePoint started_;
 };
 

@@ -221,7 +221,7 @@ class RouterTest : public ::testing::Test {
     options_.vocab_size = kFakeVocab;
     options_.max_position_embeddings = kFakePositions;
     auto post = [this](Event event, ReadTicket ticket) {
-      engine_->Post(std::move(event), std::move(ticket));
+      loop_->Post(std::move(event), std::move(ticket));
     };
     VerifierClient::Options verifier;
     verifier.address = verifier_address_;
@@ -238,10 +238,10 @@ class RouterTest : public ::testing::Test {
       std::lock_guard<std::mutex> lock(random_mutex_);
       return static_cast<uint64_t>(random_());
     };
-    engine_ = std::make_unique<Engine>(options_, FakeTokenizer(), Clock::Real(),
-                                       verifier_client_.get(), drafter_client_.get(), random);
+    loop_ = std::make_unique<SchedulerLoop>(options_, FakeTokenizer(), Clock::Real(),
+                                            verifier_client_.get(), drafter_client_.get(), random);
     metrics_ = Metrics::Create("127.0.0.1:0", 0).value();
-    router_metrics_ = std::make_unique<RouterMetrics>(metrics_.get(), &engine_->counters());
+    router_metrics_ = std::make_unique<RouterMetrics>(metrics_.get(), &loop_->counters());
     InferenceOptions inference;
     inference.limits.vocab_size = kFakeVocab;
     inference.limits.max_position_embeddings = kFakePositions;
@@ -250,21 +250,21 @@ class RouterTest : public ::testing::Test {
     inference.build = {"1.2.3", "abc", "cpu"};
     inference.on_final = [this](const Final& final) { router_metrics_->Observe(final); };
     inference_ =
-        std::make_unique<InferenceService>(inference, FakeTokenizer(), engine_.get(), random);
+        std::make_unique<InferenceService>(inference, FakeTokenizer(), loop_.get(), random);
     cluster_ = std::make_unique<ClusterService>(
         ClusterOptions{"r1", 42, verifier_address_, drafter_address_, {"1.2.3", "abc", "cpu"}},
-        engine_.get());
+        loop_.get());
     server_ = RpcServer::Start(ServerOptions(), {inference_.get(), cluster_.get()}).value();
     const std::shared_ptr<grpc::Channel> channel = MakeChannel(server_->address());
     stub_ = v1::Inference::NewStub(channel);
     admin_ = v1::Cluster::NewStub(channel);
-    engine_->Start();
+    loop_->Start();
     verifier_client_->Start();
     drafter_client_->Start();
   }
   void TearDown() override {
     server_.reset();
-    if (engine_ != nullptr) engine_->Stop();
+    if (loop_ != nullptr) loop_->Stop();
     verifier_client_.reset();
     drafter_client_.reset();
     verifier_server_.reset();
@@ -282,9 +282,8 @@ class RouterTest : public ::testing::Test {
     drafter_server_ = RpcServer::Start(options, {&drafter_service_}).value();
   }
   bool Ready() {
-    return Eventually([&] {
-      return engine_->NotReadyReason().empty() && engine_->counters().speculating.load();
-    });
+    return Eventually(
+        [&] { return loop_->NotReadyReason().empty() && loop_->counters().speculating.load(); });
   }
   v1::ClusterState State() {
     grpc::ClientContext context;
@@ -369,7 +368,7 @@ class RouterTest : public ::testing::Test {
   std::mt19937_64 random_{7};
   std::unique_ptr<VerifierClient> verifier_client_;
   std::unique_ptr<DrafterClient> drafter_client_;
-  std::unique_ptr<Engine> engine_;
+  std::unique_ptr<SchedulerLoop> loop_;
   std::unique_ptr<Metrics> metrics_;
   std::unique_ptr<RouterMetrics> router_metrics_;
   std::unique_ptr<InferenceService> inference_;
@@ -514,7 +513,7 @@ TEST_F(RouterTest, ADroppedStreamFreesItsSequence) {
     EXPECT_EQ(reader->Finish().error_code(), grpc::StatusCode::CANCELLED);
   }
   EXPECT_TRUE(NothingLeft());
-  EXPECT_TRUE(Eventually([&] { return engine_->counters().cancelled == 1u; }));
+  EXPECT_TRUE(Eventually([&] { return loop_->counters().cancelled == 1u; }));
 }
 
 TEST_F(RouterTest, CancelByIdEndsTheStreamWell) {
@@ -594,8 +593,8 @@ TEST_F(RouterTest, PeersMayDieAndReturnMidStream) {
   EXPECT_TRUE(reply.status.ok()) << reply.status.error_message();
   EXPECT_EQ(reply.tokens, Truth(request));
   EXPECT_TRUE(NothingLeft());
-  EXPECT_EQ(engine_->counters().verifier_breaks, 2u);
-  EXPECT_GE(engine_->counters().drafter_breaks, 1u);
+  EXPECT_EQ(loop_->counters().verifier_breaks, 2u);
+  EXPECT_GE(loop_->counters().drafter_breaks, 1u);
 }
 
 TEST_F(RouterTest, ASlowReaderGetsItAllInFewerDeltas) {
@@ -613,7 +612,7 @@ TEST_F(RouterTest, ASlowReaderGetsItAllInFewerDeltas) {
   bool slept = false;
   const Reply reply = Generate(request, [&](const v1::GenerateDelta&) {
     if (std::exchange(slept, true)) return;
-    EXPECT_TRUE(Eventually([&] { return engine_->counters().finished == 1u; }));
+    EXPECT_TRUE(Eventually([&] { return loop_->counters().finished == 1u; }));
   });
   EXPECT_TRUE(reply.status.ok());
   EXPECT_EQ(reply.tokens, Truth(request));
@@ -630,8 +629,8 @@ TEST_F(RouterTest, AnotherRoutersVerifierIsWaitedFor) {
   }
   verifier_server_.reset();
   StartVerifier(verifier_address_);
-  ASSERT_TRUE(Eventually(
-      [&] { return engine_->NotReadyReason().find("owned by r2") != std::string::npos; }));
+  ASSERT_TRUE(
+      Eventually([&] { return loop_->NotReadyReason().find("owned by r2") != std::string::npos; }));
   const v1::ClusterState state = State();
   EXPECT_FALSE(state.router().ready());
   EXPECT_THAT(state.router().not_ready_reason(), HasSubstr("owned by r2"));
@@ -664,7 +663,7 @@ TEST_F(RouterTest, AStoppedEngineRefusesInsteadOfHanging) {
   peers_.step_time = milliseconds(5);
   std::thread stopper;
   const Reply reply = Generate(MakeRequest("long", 2000, 1), [&](const v1::GenerateDelta&) {
-    if (!stopper.joinable()) stopper = std::thread([&] { engine_->Stop(); });
+    if (!stopper.joinable()) stopper = std::thread([&] { loop_->Stop(); });
   });
   stopper.join();
   EXPECT_EQ(reply.status.error_code(), grpc::StatusCode::UNAVAILABLE);

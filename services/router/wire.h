@@ -1,4 +1,4 @@
-// Between the wire's messages and the engine's plain values.
+// Between the wire's messages and the scheduler's plain values.
 #ifndef COPPICE_SERVICES_ROUTER_WIRE_H_
 #define COPPICE_SERVICES_ROUTER_WIRE_H_
 

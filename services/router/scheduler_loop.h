@@ -1,6 +1,6 @@
 // The scheduler on a thread of its own, behind a queue.
-#ifndef COPPICE_SERVICES_ROUTER_ENGINE_H_
-#define COPPICE_SERVICES_ROUTER_ENGINE_H_
+#ifndef COPPICE_SERVICES_ROUTER_SCHEDULER_LOOP_H_
+#define COPPICE_SERVICES_ROUTER_SCHEDULER_LOOP_H_
 
 #include <atomic>
 #include <cstdint>
@@ -17,13 +17,13 @@
 
 namespace coppice::router {
 
-class Engine {
+class SchedulerLoop {
  public:
-  // All pointers must outlive the engine.
-  Engine(const SchedulerOptions& options, const Tokenizer* tokenizer, const Clock* clock,
-         VerifierLink* verifier, DrafterLink* drafter, std::function<uint64_t()> random);
+  // All pointers must outlive this.
+  SchedulerLoop(const SchedulerOptions& options, const Tokenizer* tokenizer, const Clock* clock,
+                VerifierLink* verifier, DrafterLink* drafter, std::function<uint64_t()> random);
   // Stops.
-  ~Engine();
+  ~SchedulerLoop();
 
   void Start();
   // Handles what is queued, ends every stream UNAVAILABLE and joins the thread.  Later events are
@@ -63,4 +63,4 @@ class Engine {
 
 }  // namespace coppice::router
 
-#endif  // COPPICE_SERVICES_ROUTER_ENGINE_H_
+#endif  // COPPICE_SERVICES_ROUTER_SCHEDULER_LOOP_H_

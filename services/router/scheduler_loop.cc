@@ -1,38 +1,39 @@
-#include "services/router/engine.h"
+#include "services/router/scheduler_loop.h"
 
 #include <algorithm>
 #include <utility>
 
 namespace coppice::router {
 
-Engine::Engine(const SchedulerOptions& options, const Tokenizer* tokenizer, const Clock* clock,
-               VerifierLink* verifier, DrafterLink* drafter, std::function<uint64_t()> random)
+SchedulerLoop::SchedulerLoop(const SchedulerOptions& options, const Tokenizer* tokenizer,
+                             const Clock* clock, VerifierLink* verifier, DrafterLink* drafter,
+                             std::function<uint64_t()> random)
     : clock_(clock),
       scheduler_(options, tokenizer, clock, verifier, drafter, std::move(random)),
       heartbeat_(clock),
       not_ready_reason_(scheduler_.NotReadyReason()) {}
 
-Engine::~Engine() { Stop(); }
+SchedulerLoop::~SchedulerLoop() { Stop(); }
 
-void Engine::Start() {
+void SchedulerLoop::Start() {
   thread_ = std::thread([this] { Run(); });
 }
 
-void Engine::Stop() {
+void SchedulerLoop::Stop() {
   queue_.Close();
   if (thread_.joinable()) thread_.join();
 }
 
-bool Engine::Post(Event event, ReadTicket ticket) {
+bool SchedulerLoop::Post(Event event, ReadTicket ticket) {
   return queue_.Push({std::move(event), std::move(ticket)});
 }
 
-std::string Engine::NotReadyReason() const {
+std::string SchedulerLoop::NotReadyReason() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return not_ready_reason_;
 }
 
-void Engine::Publish() {
+void SchedulerLoop::Publish() {
   pool_tokens_.store(scheduler_.pool_tokens(), std::memory_order_relaxed);
   fingerprint_.store(scheduler_.model_fingerprint(), std::memory_order_relaxed);
   std::string reason = scheduler_.NotReadyReason();
@@ -40,7 +41,7 @@ void Engine::Publish() {
   if (reason != not_ready_reason_) not_ready_reason_ = std::move(reason);
 }
 
-void Engine::Run() {
+void SchedulerLoop::Run() {
   std::vector<Posted> posted;
   while (true) {
     heartbeat_.Beat();

@@ -1,5 +1,5 @@
-// The engine's thread among others; the one test that ThreadSanitizer is for.
-#include "services/router/engine.h"
+// The loop's thread among others; the one test that ThreadSanitizer is for.
+#include "services/router/scheduler_loop.h"
 
 #include <atomic>
 #include <memory>
@@ -20,23 +20,23 @@ struct Threads : public VerifierLink, public DrafterLink {
   void Send(uint64_t, StepRequest request) override { steps.Push(std::move(request)); }
   void Send(uint64_t, DraftBatch batch) override { drafts.Push(std::move(batch)); }
 
-  void Start(Engine* engine) {
+  void Start(SchedulerLoop* loop) {
     {
       std::lock_guard<std::mutex> lock(mutex);
-      engine->Post(verifier.Connect());
-      engine->Post(drafter.Connect());
+      loop->Post(verifier.Connect());
+      loop->Post(drafter.Connect());
     }
-    threads.emplace_back([this, engine] {
+    threads.emplace_back([this, loop] {
       while (std::optional<StepRequest> request = steps.Pop()) {
         std::lock_guard<std::mutex> lock(mutex);
-        engine->Post(VerifierStep{verifier.connection, verifier.Execute(*request)});
+        loop->Post(VerifierStep{verifier.connection, verifier.Execute(*request)});
       }
     });
-    threads.emplace_back([this, engine] {
+    threads.emplace_back([this, loop] {
       while (std::optional<DraftBatch> batch = drafts.Pop()) {
         std::lock_guard<std::mutex> lock(mutex);
         drafter.batches.push_back(*std::move(batch));
-        engine->Post(*drafter.Answer());
+        loop->Post(*drafter.Answer());
       }
     });
   }
@@ -63,12 +63,12 @@ TEST(EngineTest, ManyThreadsSubmitCancelAndAsk) {
   options.max_position_embeddings = kFakePositions;
   std::atomic<uint64_t> next_random{99};
   auto random = [&] { return next_random.fetch_add(0x9e3779b97f4a7c15u); };
-  Engine engine(options, FakeTokenizer(), Clock::Real(), &peers, &peers, random);
-  engine.Start();
-  peers.Start(&engine);
-  while (engine.pool_tokens() == 0) std::this_thread::yield();
-  EXPECT_EQ(engine.NotReadyReason(), "");
-  EXPECT_EQ(engine.model_fingerprint(), 1u);
+  SchedulerLoop loop(options, FakeTokenizer(), Clock::Real(), &peers, &peers, random);
+  loop.Start();
+  peers.Start(&loop);
+  while (loop.pool_tokens() == 0) std::this_thread::yield();
+  EXPECT_EQ(loop.NotReadyReason(), "");
+  EXPECT_EQ(loop.model_fingerprint(), 1u);
 
   constexpr int kThreads = 4;
   constexpr int kRequests = 25;
@@ -90,26 +90,26 @@ TEST(EngineTest, ManyThreadsSubmitCancelAndAsk) {
         limits.vocab_size = kFakeVocab;
         limits.max_position_embeddings = kFakePositions;
         limits.eos_token_ids = {kFakeEos};
-        limits.pool_tokens = engine.pool_tokens();
+        limits.pool_tokens = loop.pool_tokens();
         requests[index] = CheckRequest(std::move(fields), limits, random).value();
         Submit submit;
         submit.handle = index + 1;
         submit.request = requests[index];
         submit.stream = std::make_shared<FakeStream>(logs[index].get(), 0);
-        EXPECT_TRUE(engine.Post(std::move(submit)));
-        if (i % 5 == 0) engine.Post(ClientGone{static_cast<uint64_t>(index + 1)});
-        if (i % 7 == 0) engine.Post(AskState{[](const SchedulerState&) {}});
-        (void)engine.NotReadyReason();
-        (void)engine.heartbeat().Age();
+        EXPECT_TRUE(loop.Post(std::move(submit)));
+        if (i % 5 == 0) loop.Post(ClientGone{static_cast<uint64_t>(index + 1)});
+        if (i % 7 == 0) loop.Post(AskState{[](const SchedulerState&) {}});
+        (void)loop.NotReadyReason();
+        (void)loop.heartbeat().Age();
       }
     });
   }
   for (std::thread& thread : threads) thread.join();
   Queue<bool> idle;
-  engine.Post(Drain{[&] { idle.Push(true); }});
+  loop.Post(Drain{[&] { idle.Push(true); }});
   ASSERT_TRUE(idle.PopUntil(Clock::Real()->Now() + std::chrono::seconds(60)).has_value());
-  engine.Stop();
-  EXPECT_FALSE(engine.Post(ClientGone{1}));
+  loop.Stop();
+  EXPECT_FALSE(loop.Post(ClientGone{1}));
   peers.Stop();
 
   int complete = 0;
@@ -133,11 +133,11 @@ TEST(EngineTest, StoppingEndsEveryStream) {
   SchedulerOptions options;
   options.vocab_size = kFakeVocab;
   options.max_position_embeddings = kFakePositions;
-  Engine engine(options, FakeTokenizer(), Clock::Real(), &peers, &peers, [] { return 5; });
-  engine.Start();
+  SchedulerLoop loop(options, FakeTokenizer(), Clock::Real(), &peers, &peers, [] { return 5; });
+  loop.Start();
   {
     std::lock_guard<std::mutex> lock(peers.mutex);
-    engine.Post(peers.verifier.Connect());  // nobody answers what it is sent
+    loop.Post(peers.verifier.Connect());  // nobody answers what it is sent
   }
   StreamLog log;
   Submit submit;
@@ -146,8 +146,8 @@ TEST(EngineTest, StoppingEndsEveryStream) {
   submit.request.prompt = {'a'};
   submit.request.max_tokens = 10;
   submit.stream = std::make_shared<FakeStream>(&log, 0);
-  engine.Post(std::move(submit));
-  engine.Stop();
+  loop.Post(std::move(submit));
+  loop.Stop();
   ASSERT_TRUE(log.finish.has_value());
   EXPECT_EQ(log.finish->code(), absl::StatusCode::kUnavailable);
 }
