@@ -641,9 +641,8 @@ absl::Status Engine::CheckInvariants() const {
       if (!owned.insert(page).second) {
         return absl::InternalError(absl::StrCat("page ", page, " belongs to two sequences"));
       }
-      if (pool_.owners(page) != 1) {
-        return absl::InternalError(absl::StrCat("page ", page, " of sequence ", id, " has ",
-                                                pool_.owners(page), " owners"));
+      if (!pool_.used(page)) {
+        return absl::InternalError(absl::StrCat("page ", page, " of sequence ", id, " is free"));
       }
     }
     const int64_t needed = sequence->ended ? 0 : PagesFor(sequence->committed, limits_.page_size);

@@ -50,8 +50,7 @@ PagePool::PagePool(int64_t pages)
     : capacity_(pages - 1),
       free_pages_(pages - 1),
       free_((pages + kWordBits - 1) / kWordBits),
-      used_(free_.size()),
-      owners_(pages) {
+      used_(free_.size()) {
   CHECK_GE(pages, 1);
   for (int64_t page = 1; page < pages; ++page) {
     free_[page / kWordBits] |= uint64_t{1} << page % kWordBits;
@@ -63,7 +62,6 @@ void PagePool::Take(int64_t page) {
   DCHECK(free_[page / kWordBits] & bit);
   free_[page / kWordBits] &= ~bit;
   used_[page / kWordBits] |= bit;
-  owners_[page] = 1;
   --free_pages_;
 }
 
@@ -88,15 +86,9 @@ bool PagePool::Allocate(int64_t n, std::vector<int32_t>* out) {
   return true;
 }
 
-void PagePool::Share(int32_t page) {
-  CHECK_GT(owners_[page], 0) << "page " << page << " is free and cannot be shared";
-  ++owners_[page];
-}
-
 void PagePool::Release(absl::Span<const int32_t> pages) {
   for (const int32_t page : pages) {
-    CHECK_GT(owners_[page], 0) << "page " << page << " is free already";
-    if (--owners_[page] > 0) continue;
+    CHECK(used(page)) << "page " << page << " is free already";
     const uint64_t bit = uint64_t{1} << page % kWordBits;
     free_[page / kWordBits] |= bit;
     used_[page / kWordBits] &= ~bit;
@@ -144,19 +136,19 @@ absl::Status PagePool::Check() const {
     if (w == 0) all &= ~uint64_t{1};
     if ((free_[w] & used_[w]) != 0) {
       return absl::InternalError(absl::StrCat(
-          "page ", begin + std::countr_zero(free_[w] & used_[w]), " is both free and owned"));
+          "page ", begin + std::countr_zero(free_[w] & used_[w]), " is both free and used"));
     }
     if ((free_[w] | used_[w]) != all) {
       return absl::InternalError(absl::StrCat("page ",
                                               begin + std::countr_zero((free_[w] | used_[w]) ^ all),
-                                              " is neither free nor owned, or does not exist"));
+                                              " is neither free nor used, or does not exist"));
     }
     free += std::popcount(free_[w]);
     used += std::popcount(used_[w]);
   }
   if (free != free_pages_ || used != used_pages()) {
     return absl::InternalError(absl::StrCat("the bitmaps hold ", free, " free and ", used,
-                                            " owned pages, the counts say ", free_pages_, " and ",
+                                            " used pages, the counts say ", free_pages_, " and ",
                                             used_pages()));
   }
   return absl::OkStatus();

@@ -13,12 +13,12 @@ namespace {
 // The same contract by looking at every page.
 class Model {
  public:
-  explicit Model(int64_t pages) : owners_(pages) {}
+  explicit Model(int64_t pages) : used_(pages) {}
 
   bool Allocate(int64_t n, std::vector<int32_t>* out) {
     std::vector<int32_t> free;
-    for (size_t p = 1; p < owners_.size(); ++p) {
-      if (owners_[p] == 0) free.push_back(static_cast<int32_t>(p));
+    for (size_t p = 1; p < used_.size(); ++p) {
+      if (used_[p] == 0) free.push_back(static_cast<int32_t>(p));
     }
     if (n > static_cast<int64_t>(free.size())) return false;
     size_t first = 0;
@@ -30,19 +30,18 @@ class Model {
     }
     for (int64_t i = 0; i < n; ++i) {
       out->push_back(free[first + i]);
-      owners_[free[first + i]] = 1;
+      used_[free[first + i]] = 1;
     }
     return true;
   }
-  void Share(int32_t page) { ++owners_[page]; }
-  void Release(int32_t page) { --owners_[page]; }
+  void Release(int32_t page) { used_[page] = 0; }
 
   PagePool::Runs FreeRuns() const {
     PagePool::Runs runs;
     int64_t run = 0;
     int64_t free = 0;
-    for (size_t p = 1; p <= owners_.size(); ++p) {
-      if (p < owners_.size() && owners_[p] == 0) {
+    for (size_t p = 1; p <= used_.size(); ++p) {
+      if (p < used_.size() && used_[p] == 0) {
         ++run;
         ++free;
       } else {
@@ -56,11 +55,11 @@ class Model {
     }
     return runs;
   }
-  int32_t owners(int32_t page) const { return owners_[page]; }
-  int64_t free_pages() const { return std::count(owners_.begin() + 1, owners_.end(), 0); }
+  bool used(int32_t page) const { return used_[page] != 0; }
+  int64_t free_pages() const { return std::count(used_.begin() + 1, used_.end(), 0); }
 
  private:
-  std::vector<int32_t> owners_;
+  std::vector<int32_t> used_;
 };
 
 TEST(PagePool, NeverHandsOutPageZero) {
@@ -99,15 +98,14 @@ TEST(PagePool, PrefersTheFirstRunThenTheLowestPages) {
   EXPECT_EQ(pages, (std::vector<int32_t>{3, 5}));
 }
 
-TEST(PagePool, SharedPagesAreFreeAfterTheirLastOwner) {
+TEST(PagePool, WhatIsFreeCannotBeReleased) {
   PagePool pool(3);
   std::vector<int32_t> pages;
   ASSERT_TRUE(pool.Allocate(1, &pages));
-  pool.Share(pages[0]);
-  pool.Release(pages);
-  EXPECT_EQ(pool.free_pages(), 1);
+  EXPECT_TRUE(pool.used(pages[0]));
   pool.Release(pages);
   EXPECT_EQ(pool.free_pages(), 2);
+  EXPECT_FALSE(pool.used(pages[0]));
   EXPECT_DEATH(pool.Release(pages), "free already");
 }
 
@@ -118,7 +116,7 @@ TEST(PagePool, AgreesWithTheModelUnderRandomOperations) {
     Model model(pages);
     std::vector<std::vector<int32_t>> held;
     for (int op = 0; op < 2000; ++op) {
-      const int kind = static_cast<int>(random() % 8);
+      const int kind = static_cast<int>(random() % 7);
       if (kind < 4) {
         // Long runs at times, single pages mostly.
         const int64_t n = random() % 4 == 0 ? 1 + random() % (pages + 2) : 1 + random() % 3;
@@ -127,7 +125,7 @@ TEST(PagePool, AgreesWithTheModelUnderRandomOperations) {
         ASSERT_EQ(pool.Allocate(n, &got), model.Allocate(n, &expected));
         ASSERT_EQ(got, expected) << n << " of " << pages;
         if (!got.empty()) held.push_back(got);
-      } else if (kind < 7 && !held.empty()) {
+      } else if (!held.empty()) {
         const size_t i = random() % held.size();
         // All of it, or its tail.
         const size_t keep = random() % 2 == 0 ? 0 : random() % held[i].size();
@@ -136,13 +134,6 @@ TEST(PagePool, AgreesWithTheModelUnderRandomOperations) {
         for (const int32_t page : tail) model.Release(page);
         held[i].resize(keep);
         if (keep == 0) held.erase(held.begin() + i);
-      } else if (!held.empty()) {
-        const std::vector<int32_t>& shared = held[random() % held.size()];
-        for (const int32_t page : shared) {
-          pool.Share(page);
-          model.Share(page);
-        }
-        held.push_back(std::vector<int32_t>(shared));
       }
       ASSERT_EQ(pool.Check(), absl::OkStatus());
       ASSERT_EQ(pool.free_pages(), model.free_pages());
@@ -152,7 +143,7 @@ TEST(PagePool, AgreesWithTheModelUnderRandomOperations) {
       ASSERT_EQ(got.longest, expected.longest);
       ASSERT_DOUBLE_EQ(got.fragmentation, expected.fragmentation);
       for (int32_t page = 0; page < pages; ++page) {
-        ASSERT_EQ(pool.owners(page), model.owners(page));
+        ASSERT_EQ(pool.used(page), model.used(page));
       }
     }
     for (const std::vector<int32_t>& h : held) pool.Release(h);
