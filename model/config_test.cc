@@ -166,6 +166,18 @@ TEST(LoadModelConfig, FindsQuantizationAtTheTopToo) {
   EXPECT_EQ(loaded->expert_bits, 4);
 }
 
+TEST(LoadModelConfig, ReadsFp8Blocks) {
+  json text = K26Text();
+  text["quantization_config"] = {{"quant_method", "fp8"},
+                                 {"fmt", "e4m3"},
+                                 {"activation_scheme", "dynamic"},
+                                 {"weight_block_size", {128, 128}}};
+  const auto loaded = Load(text);
+  ASSERT_TRUE(loaded.ok()) << loaded.status();
+  EXPECT_EQ(loaded->expert_bits, 8);
+  EXPECT_EQ(loaded->expert_group_size, 0);
+}
+
 TEST(LoadModelConfig, CollectsEndOfSequenceIds) {
   TempDir dir;
   json config = K26();
@@ -369,8 +381,16 @@ TEST(LoadModelConfig, NamesEveryBadKey) {
       {"/text_config/bos_token_id", "163840", kInvalid, "text_config.bos_token_id"},
       {"/text_config/pad_token_id", "\"x\"", kInvalid, "text_config.pad_token_id"},
       {"/text_config/quantization_config", "\"fp8\"", kInvalid, "quantization_config is \"fp8\""},
-      {"/text_config/quantization_config/quant_method", "\"fp8\"", kUnimplemented,
-       "quantization_config.quant_method is \"fp8\""},
+      {"/text_config/quantization_config/quant_method", "\"gptq\"", kUnimplemented,
+       "quantization_config.quant_method is \"gptq\""},
+      {"/text_config/quantization_config", R"({"quant_method": "fp8"})", kInvalid,
+       "quantization_config.weight_block_size is missing; expected [128,128]"},
+      {"/text_config/quantization_config",
+       R"({"quant_method": "fp8", "weight_block_size": [64, 128]})", kUnimplemented,
+       "quantization_config.weight_block_size is [64,128]"},
+      {"/text_config/quantization_config",
+       R"({"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [128, 128]})", kUnimplemented,
+       "quantization_config.fmt is \"e5m2\""},
       {"/text_config/quantization_config/format", "\"nvfp4\"", kUnimplemented,
        "quantization_config.format is \"nvfp4\""},
       {"/text_config/quantization_config/kv_cache_scheme", "{}", kUnimplemented,
