@@ -766,6 +766,40 @@ int64_t LoadBytes(const TargetTensors& tensors) {
   return bytes;
 }
 
+int64_t CountUnused(const Checkpoint& checkpoint, const TargetTensors& tensors) {
+  absl::flat_hash_set<std::string> used;
+  const auto use = [&](absl::Span<const TensorView* const> all) {
+    for (const TensorView* tensor : all) {
+      used.insert(tensor->name);
+      // Read while tensors are found, and not kept.
+      if (absl::EndsWith(tensor->name, ".weight_packed")) {
+        used.insert(absl::StrCat(tensor->name.substr(0, tensor->name.size() - 6), "shape"));
+      }
+    }
+  };
+  use(ListOutside(tensors));
+  for (const TargetLayerTensors& layer : tensors.layers) use(List(layer));
+  int64_t unused = 0;
+  for (const TensorView& tensor : checkpoint.tensors()) unused += !used.contains(tensor.name);
+  return unused;
+}
+
+absl::Status CheckValues(const TargetTensors& tensors) {
+  const auto check = [](absl::Span<const TensorView* const> all) {
+    for (const TensorView* tensor : all) {
+      absl::Status status = CheckFinite(*tensor);
+      if (status.ok()) status = CheckScales(*tensor);
+      if (!status.ok()) return status;
+    }
+    return absl::OkStatus();
+  };
+  absl::Status status = check(ListOutside(tensors));
+  for (const TargetLayerTensors& layer : tensors.layers) {
+    if (status.ok()) status = check(List(layer));
+  }
+  return status;
+}
+
 absl::StatusOr<TargetWeights> LoadTargetWeights(const TargetTensors& tensors,
                                                 const ModelConfig& config, kernels::Ops& ops,
                                                 LoadProgress& progress) {

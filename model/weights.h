@@ -246,6 +246,12 @@ class LoadProgress {
 // Bytes that Load… of all ranks together report to `progress`.
 int64_t LoadBytes(const TargetTensors& tensors);
 
+// Tensors of the checkpoint that the model does not have.
+int64_t CountUnused(const Checkpoint& checkpoint, const TargetTensors& tensors);
+
+// What loading refuses of the tensors' values: INVALID_ARGUMENT names file, tensor and element.
+absl::Status CheckValues(const TargetTensors& tensors);
+
 // Called once per rank, by all ranks of the group at the same time or one after another: each
 // checks the values of its share of the tensors, layer by layer, just before the layer is sliced,
 // so that files are read once.
