@@ -69,6 +69,34 @@ TEST(PreTokenize, LosesNoByte) {
   }
 }
 
+// The scanner that goes before the pattern, on texts mostly of ASCII: every pair and triple of
+// characters that it tells apart, and random ones.
+TEST(PreTokenize, TheScannerCutsAsThePatternDoes) {
+  const auto same = [](const std::string& text) {
+    const auto scanned = PreTokenize(text);
+    const auto matched = PreTokenize(text, /*pattern_only=*/true);
+    ASSERT_TRUE(scanned.ok() && matched.ok());
+    ASSERT_EQ(*scanned, *matched) << testing::PrintToString(text);
+  };
+  const std::vector<std::string> kinds = {
+      "a", "B",      "7",  " ",      "\t",     "\n", "\r", "'",    "s",      "T",      "r",
+      "e", "V",      "l",  "L",      "m",      "D",  ".",  "\x01", "\x1c",   "\x7f",   "\v",
+      "é", "\u0301", "世", "\u3000", "\u00a0", "ſ",  "٣",  "—",    "\u0085", "\u212a", "ǅ"};
+  for (const std::string& a : kinds) {
+    for (const std::string& b : kinds) {
+      for (const std::string& c : kinds) same(a + b + c);
+    }
+  }
+  std::mt19937 random(1);
+  for (int i = 0; i < 100'000; ++i) {
+    std::string text;
+    // The first 22 are ASCII.
+    const size_t among = random() % 3 == 0 ? kinds.size() : 22;
+    for (size_t n = random() % 24; n > 0; --n) text += kinds[random() % among];
+    same(text);
+  }
+}
+
 TEST(PreTokenize, RefusesInvalidUtf8) {
   EXPECT_EQ(PreTokenize("ab\xff").status().message(), "the text is not valid UTF-8 at byte 2");
 }
