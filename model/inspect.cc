@@ -162,8 +162,7 @@ Inspection Inspect(const std::string& dir, const InspectOptions& options) {
   if (config_refused) return out;
   out.config = *std::move(config);
 
-  const absl::StatusOr<ChatTemplate> chat =
-      ChooseChatTemplate(dir, out.config->model_type, "auto");
+  const absl::StatusOr<ChatTemplate> chat = ChooseChatTemplate(dir, out.config->model_type, "auto");
   if (chat.ok()) out.chat_template = std::string(ChatReleaseName(chat->release));
   const absl::StatusOr<std::unique_ptr<Tokenizer>> tokenizer =
       Tokenizer::Load(dir, out.config->vocab_size);
@@ -185,8 +184,8 @@ Inspection Inspect(const std::string& dir, const InspectOptions& options) {
       }
       Sizes sizes = SizesOf(*tensors);
       for (const int tp : {1, 2, 4, 8}) {
-        out.ranks.push_back({tp, sizes.OfRank(tp),
-                             std::string(CheckTargetRanks(*out.config, tp).message())});
+        out.ranks.push_back(
+            {tp, sizes.OfRank(tp), std::string(CheckTargetRanks(*out.config, tp).message())});
       }
       out.embedding_bytes = FileBytes(tensors->shared.embedding);
       out.unused_bytes = out.bytes - LoadBytes(*tensors);
@@ -212,10 +211,10 @@ Inspection Inspect(const std::string& dir, const InspectOptions& options) {
     if (!refuse(draft.status()) && !refuse(files.status()) &&
         !refuse(CheckDraftMatchesModel(*draft, *out.config, drafter_dir)) &&
         !refuse(FindDraftTensors(**files, *draft).status())) {
-      out.drafter = absl::StrCat("DFlash, ", draft->num_hidden_layers, " layers, blocks of ",
-                                 draft->block_size, ", taps ",
-                                 absl::StrJoin(draft->target_layer_ids, " "), ", ",
-                                 Size(static_cast<int64_t>((*files)->total_bytes())));
+      out.drafter =
+          absl::StrCat("DFlash, ", draft->num_hidden_layers, " layers, blocks of ",
+                       draft->block_size, ", taps ", absl::StrJoin(draft->target_layer_ids, " "),
+                       ", ", Size(static_cast<int64_t>((*files)->total_bytes())));
     }
   }
   return out;
@@ -230,9 +229,9 @@ std::string InspectionText(const Inspection& in) {
     const ModelConfig& c = *in.config;
     line("release", in.release);
     line("model_type", c.model_type);
-    line("layers", absl::StrFormat("%d, of which %d dense; hidden size %d, %d heads",
-                                   c.num_hidden_layers, c.first_k_dense_replace, c.hidden_size,
-                                   c.num_attention_heads));
+    line("layers",
+         absl::StrFormat("%d, of which %d dense; hidden size %d, %d heads", c.num_hidden_layers,
+                         c.first_k_dense_replace, c.hidden_size, c.num_attention_heads));
     line("experts",
          absl::StrFormat("%d, %d chosen%s, %d shared", c.n_routed_experts, c.num_experts_per_tok,
                          c.n_group > 1 ? absl::StrCat(" from the best ", c.topk_group, " of ",
@@ -260,15 +259,16 @@ std::string InspectionText(const Inspection& in) {
   }
   for (const PartSize& part : in.parts) {
     line(part.part.c_str(),
-         absl::StrFormat("%-4s  %d tensors, %.3f G parameters, %s", part.form, part.matrices,
+         absl::StrFormat("%-4s  %d tensors, %.3g G parameters, %s", part.form, part.matrices,
                          static_cast<double>(part.parameters) / 1e9, Size(part.bytes)));
   }
   if (!in.ranks.empty()) {
     line("embedding", absl::StrCat(Size(in.embedding_bytes), ", mapped, once per machine"));
     for (const RankSize& rank : in.ranks) {
       line(absl::StrCat("tp ", rank.tp).c_str(),
-           rank.refused.empty() ? absl::StrCat(Size(rank.bytes), " of weights per rank")
-                                : absl::StrCat("refused: ", rank.refused));
+           rank.refused.empty()
+               ? absl::StrCat(Size(rank.bytes), " of weights per rank (FP8 decoded to bf16)")
+               : absl::StrCat("refused: ", rank.refused));
     }
   }
   if (in.config.has_value()) {

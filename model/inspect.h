@@ -43,8 +43,8 @@ struct Inspection {
   std::optional<ModelConfig> config;
   int64_t files = 0;
   int64_t tensors = 0;
-  int64_t bytes = 0;          // of all tensors
-  int64_t unused = 0;         // tensors that the text model does not have
+  int64_t bytes = 0;   // of all tensors
+  int64_t unused = 0;  // tensors that the text model does not have
   int64_t unused_bytes = 0;
   std::vector<PartSize> parts;
   int64_t embedding_bytes = 0;

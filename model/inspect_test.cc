@@ -46,8 +46,9 @@ TEST(Inspect, TheDemo) {
   EXPECT_GT(demo.ranks[0].bytes, demo.ranks[3].bytes * 3);
   ASSERT_NE(Find(demo, "routed experts", "INT4"), nullptr);
   EXPECT_EQ(Find(demo, "routed experts", "INT4")->matrices, 3 * 16 * 3);
-  EXPECT_THAT(InspectionText(demo), AllOf(HasSubstr("Kimi-K2.6"), HasSubstr("refused        nothing"),
-                                          Not(HasSubstr("REFUSED"))));
+  EXPECT_THAT(InspectionText(demo),
+              AllOf(HasSubstr("Kimi-K2.6"), HasSubstr("refused        nothing"),
+                    Not(HasSubstr("REFUSED"))));
   const auto json = InspectionJson(demo);
   EXPECT_EQ(json["cache_bytes_per_token"]["bf16"], (512 + 64) * 4 * 2);
   EXPECT_EQ(json["refused"].size(), 0u);
@@ -63,28 +64,29 @@ TEST(Inspect, NamesReleasesAndForms) {
                {"bf16", "Kimi-K2-Instruct,", "BF16"},
                {"int4", "Kimi-K2.5 or K2.6,", "INT4"}};
   for (const auto& c : cases) {
-    const Inspection inspection = Inspect(Golden(c.name), {.drafter_dir = "", .check_values = true});
+    const Inspection inspection =
+        Inspect(Golden(c.name), {.drafter_dir = "", .check_values = true});
     EXPECT_THAT(inspection.release, HasSubstr(c.release)) << c.name;
     EXPECT_NE(Find(inspection, "routed experts", c.form), nullptr) << c.name;
     // These directories hold no tokenizer, which a cluster would refuse.
-    EXPECT_THAT(inspection.refused, ElementsAre(HasSubstr("tiktoken.model"),
-                                                HasSubstr("has no chat template")));
+    EXPECT_THAT(inspection.refused,
+                ElementsAre(HasSubstr("tiktoken.model"), HasSubstr("has no chat template")));
   }
   const Inspection mixed = Inspect(Golden("mixed"));
   for (const char* form : {"INT4", "BF16", "FP8"}) {
     ASSERT_NE(Find(mixed, "routed experts", form), nullptr) << form;
     EXPECT_EQ(Find(mixed, "routed experts", form)->matrices, 2 * 2 * 3) << form;
   }
-  EXPECT_EQ(Inspect(Golden("int4")).unused, 2);       // vision
-  EXPECT_EQ(Inspect(Golden("instruct")).unused, 2);   // rotary_emb.inv_freq
+  EXPECT_EQ(Inspect(Golden("int4")).unused, 2);      // vision
+  EXPECT_EQ(Inspect(Golden("instruct")).unused, 2);  // rotary_emb.inv_freq
   EXPECT_EQ(Inspect(Golden("thinking")).unused, 0);
 }
 
 TEST(Inspect, SaysWhatIsRefusedAndTellsTheRest) {
   EXPECT_THAT(Inspect("/no/such/place").refused, ElementsAre("/no/such/place is not a directory"));
   TempDir empty;
-  EXPECT_THAT(Inspect(empty.path()).refused,
-              ElementsAre(HasSubstr("config.json does not exist"), HasSubstr("holds no checkpoint")));
+  EXPECT_THAT(Inspect(empty.path()).refused, ElementsAre(HasSubstr("config.json does not exist"),
+                                                         HasSubstr("holds no checkpoint")));
 
   TempDir dir;
   for (const auto& file : std::filesystem::directory_iterator("models/demo")) {
@@ -119,8 +121,8 @@ class Sparse {
   void Add(const std::string& name, const char* dtype, std::vector<int64_t> shape, int64_t size) {
     for (const int64_t n : shape) size *= n;
     absl::StrAppend(&header_, header_.empty() ? "{" : ",", "\"", name, "\":{\"dtype\":\"", dtype,
-                    "\",\"shape\":[", absl::StrJoin(shape, ","), "],\"data_offsets\":[", bytes_, ",",
-                    bytes_ + size, "]}");
+                    "\",\"shape\":[", absl::StrJoin(shape, ","), "],\"data_offsets\":[", bytes_,
+                    ",", bytes_ + size, "]}");
     bytes_ += size;
   }
   void Bf16(const std::string& name, std::vector<int64_t> shape) { Add(name, "BF16", shape, 2); }

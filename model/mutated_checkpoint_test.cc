@@ -86,9 +86,10 @@ Files MakeModel() {
   Shard* shard = &shards[0];
   const auto put = [&](const std::string& name, const char* dtype, std::vector<int64_t> shape,
                        const std::string& bytes) {
-    shard->header[name] = {{"dtype", dtype},
-                           {"shape", shape},
-                           {"data_offsets", {shard->data.size(), shard->data.size() + bytes.size()}}};
+    shard->header[name] = {
+        {"dtype", dtype},
+        {"shape", shape},
+        {"data_offsets", {shard->data.size(), shard->data.size() + bytes.size()}}};
     shard->data += bytes;
     weight_map[name] = kShards[shard - shards];
   };
@@ -179,47 +180,47 @@ Files MakeModel() {
     files[kShards[i]] = SafetensorsImage(shards[i].header.dump(), shards[i].data);
   }
   files[kIndex] = json{{"metadata", {{"total_size", 1}}}, {"weight_map", weight_map}}.dump();
-  files["config.json"] = json{{"architectures", {"DeepseekV3ForCausalLM"}},
-                              {"model_type", "kimi_k2"},
-                              {"vocab_size", kVocab},
-                              {"hidden_size", hidden},
-                              {"num_hidden_layers", 2},
-                              {"first_k_dense_replace", 1},
-                              {"moe_layer_freq", 1},
-                              {"intermediate_size", dense},
-                              {"moe_intermediate_size", expert},
-                              {"n_routed_experts", experts},
-                              {"num_experts_per_tok", 2},
-                              {"n_shared_experts", 1},
-                              {"n_group", 1},
-                              {"topk_group", 1},
-                              {"norm_topk_prob", true},
-                              {"routed_scaling_factor", 2.5},
-                              {"scoring_func", "sigmoid"},
-                              {"topk_method", "noaux_tc"},
-                              {"num_attention_heads", heads},
-                              {"num_key_value_heads", heads},
-                              {"q_lora_rank", q_lora},
-                              {"kv_lora_rank", kv_lora},
-                              {"qk_nope_head_dim", nope},
-                              {"qk_rope_head_dim", rope},
-                              {"v_head_dim", v},
-                              {"hidden_act", "silu"},
-                              {"attention_bias", false},
-                              {"tie_word_embeddings", false},
-                              {"rms_norm_eps", 1e-5},
-                              {"rope_theta", 50000.0},
-                              {"rope_scaling",
-                               {{"type", "yarn"},
-                                {"factor", 4.0},
-                                {"original_max_position_embeddings", 1024},
-                                {"beta_fast", 32.0},
-                                {"beta_slow", 1.0},
-                                {"mscale", 1.0},
-                                {"mscale_all_dim", 1.0}}},
-                              {"max_position_embeddings", 4096},
-                              {"eos_token_id", 3}}
-                            .dump();
+  files["config.json"] = json{
+      {"architectures", {"DeepseekV3ForCausalLM"}},
+      {"model_type", "kimi_k2"},
+      {"vocab_size", kVocab},
+      {"hidden_size", hidden},
+      {"num_hidden_layers", 2},
+      {"first_k_dense_replace", 1},
+      {"moe_layer_freq", 1},
+      {"intermediate_size", dense},
+      {"moe_intermediate_size", expert},
+      {"n_routed_experts", experts},
+      {"num_experts_per_tok", 2},
+      {"n_shared_experts", 1},
+      {"n_group", 1},
+      {"topk_group", 1},
+      {"norm_topk_prob", true},
+      {"routed_scaling_factor", 2.5},
+      {"scoring_func", "sigmoid"},
+      {"topk_method", "noaux_tc"},
+      {"num_attention_heads", heads},
+      {"num_key_value_heads", heads},
+      {"q_lora_rank", q_lora},
+      {"kv_lora_rank", kv_lora},
+      {"qk_nope_head_dim", nope},
+      {"qk_rope_head_dim", rope},
+      {"v_head_dim", v},
+      {"hidden_act", "silu"},
+      {"attention_bias", false},
+      {"tie_word_embeddings", false},
+      {"rms_norm_eps", 1e-5},
+      {"rope_theta", 50000.0},
+      {"rope_scaling",
+       {{"type", "yarn"},
+        {"factor", 4.0},
+        {"original_max_position_embeddings", 1024},
+        {"beta_fast", 32.0},
+        {"beta_slow", 1.0},
+        {"mscale", 1.0},
+        {"mscale_all_dim", 1.0}}},
+      {"max_position_embeddings", 4096},
+      {"eos_token_id", 3}}.dump();
   return files;
 }
 
@@ -377,8 +378,8 @@ class Mutator {
     std::string what = name;
     switch (Below(7)) {
       case 0: {
-        static const char* const kDTypes[] = {"BF16", "F16", "F32",     "F64",     "I8", "U8", "I16",
-                                              "I32",  "I64", "F8_E4M3", "F8_E5M2", "U16"};
+        static const char* const kDTypes[] = {"BF16", "F16", "F32", "F64",     "I8",      "U8",
+                                              "I16",  "I32", "I64", "F8_E4M3", "F8_E5M2", "U16"};
         entry["dtype"] = Below(4) == 0 ? Value() : json(kDTypes[Below(std::size(kDTypes))]);
         what += ", dtype";
         break;
@@ -465,9 +466,8 @@ TEST(MutatedCheckpoint, LoadsToTheSameOrIsRefusedByName) {
         about_weights = about_weights || (!absl::StrContains(sentence, "tiktoken.model") &&
                                           !absl::StrContains(sentence, "chat template"));
       }
-      EXPECT_EQ(about_weights, !logits.ok() && !forward_failed)
-          << logits.status() << "\n"
-          << InspectionText(inspection);
+      EXPECT_EQ(about_weights, !logits.ok() && !forward_failed) << logits.status() << "\n"
+                                                                << InspectionText(inspection);
     }
     if (!logits.ok()) {
       ++outcomes["refused"];

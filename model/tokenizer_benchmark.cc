@@ -150,18 +150,16 @@ void Encode(benchmark::State& state, const std::string& vocabulary, const std::s
   }
   state.counters["vocab"] = tokenizer.vocab_size();
   state.counters["bytes_per_token"] = static_cast<double>(text.size()) / tokens;
-  state.counters["mb_s"] =
-      benchmark::Counter(static_cast<double>(text.size()) / 1e6,
-                         benchmark::Counter::kIsIterationInvariantRate);
+  state.counters["mb_s"] = benchmark::Counter(static_cast<double>(text.size()) / 1e6,
+                                              benchmark::Counter::kIsIterationInvariantRate);
 }
 
 void Decode(benchmark::State& state, const std::string& vocabulary, const std::string& name) {
   const Tokenizer& tokenizer = TokenizerNamed(vocabulary);
   const std::vector<int32_t> ids = tokenizer.Encode(Text(name)).value();
   for (auto _ : state) benchmark::DoNotOptimize(tokenizer.Decode(ids)->data());
-  state.counters["mb_s"] =
-      benchmark::Counter(static_cast<double>(Text(name).size()) / 1e6,
-                         benchmark::Counter::kIsIterationInvariantRate);
+  state.counters["mb_s"] = benchmark::Counter(static_cast<double>(Text(name).size()) / 1e6,
+                                              benchmark::Counter::kIsIterationInvariantRate);
 }
 
 // Registered before main: the texts and vocabularies are made when first used.

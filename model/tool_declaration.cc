@@ -142,9 +142,8 @@ class FunctionWriter {
   // A member of a list of types, as it is written.
   static std::optional<std::string> UnionName(const json& name) {
     constexpr std::pair<const char*, const char*> kNames[] = {
-        {"string", "string"},   {"number", "number"}, {"integer", "number"},
-        {"boolean", "boolean"}, {"null", "null"},     {"object", "{}"},
-        {"array", "Array<any>"}};
+        {"string", "string"}, {"number", "number"}, {"integer", "number"},  {"boolean", "boolean"},
+        {"null", "null"},     {"object", "{}"},     {"array", "Array<any>"}};
     for (const auto& [json_name, written] : kNames) {
       if (name == json_name) return written;
     }
