@@ -123,8 +123,8 @@ TEST(Options, AreLosslessSinglyAndTogether) {
     }
     const Generation resumed = cluster.Generate(request);
     ASSERT_TRUE(resumed.status.ok()) << resumed.status.error_message();
-    EXPECT_EQ(resumed.ids, std::vector<uint32_t>(off.generation.ids.begin() + half,
-                                                 off.generation.ids.end()));
+    EXPECT_EQ(resumed.ids,
+              std::vector<uint32_t>(off.generation.ids.begin() + half, off.generation.ids.end()));
   }
   // A grid in which nothing was accepted, or all ended alike, would show little.
   EXPECT_GT(accepted, 500u);
