@@ -1,5 +1,9 @@
 #include "model/chat_template.h"
 
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "model/test_files.h"
@@ -9,7 +13,9 @@ namespace coppice {
 namespace {
 
 using nlohmann::ordered_json;
+using ::testing::AllOf;
 using ::testing::ElementsAre;
+using ::testing::EndsWith;
 using ::testing::HasSubstr;
 
 ChatMessage Message(const std::string& role, const std::string& content) {
@@ -21,6 +27,19 @@ ChatMessage Message(const std::string& role, const std::string& content) {
 
 TextPiece Special(const char* name) { return {name, true}; }
 TextPiece Text(const char* text) { return {text, false}; }
+
+const ChatTemplate kK26;
+
+absl::StatusOr<std::vector<TextPiece>> RenderChat(absl::Span<const ChatMessage> messages,
+                                                  const ChatOptions& options) {
+  return coppice::RenderChat(kK26, messages, options);
+}
+
+absl::StatusOr<std::vector<int32_t>> EncodeChat(const Tokenizer& tokenizer,
+                                                absl::Span<const ChatMessage> messages,
+                                                const ChatOptions& options) {
+  return coppice::EncodeChat(tokenizer, kK26, messages, options);
+}
 
 std::string Joined(const std::vector<TextPiece>& pieces) {
   std::string text;
@@ -35,8 +54,14 @@ std::string ErrorOf(const ChatMessage& bad, const ChatOptions& options = {}) {
 }
 
 ChatMessage FromJson(const ordered_json& item) {
-  ChatMessage message =
-      Message(item["role"].get<std::string>(), item["content"].get<std::string>());
+  ChatMessage message = Message(item["role"].get<std::string>(), "");
+  if (item["content"].is_string()) {
+    message.content = item["content"].get<std::string>();
+  } else {  // null, or the texts of a list, which are joined
+    for (const ordered_json& part : item["content"]) {
+      message.content += part["text"].get<std::string>();
+    }
+  }
   message.name = item.value("name", "");
   message.reasoning = item.value("reasoning", "");
   message.tool_call_id = item.value("tool_call_id", "");
@@ -49,11 +74,24 @@ ChatMessage FromJson(const ordered_json& item) {
   return message;
 }
 
-// Every case as PyPI jinja2 rendered the demo's chat_template.jinja
-// (tests/oracle/chat_template_oracle.py).
-TEST(RenderChat, WritesWhatTheTemplateWrites) {
-  const ordered_json golden =
-      ordered_json::parse(ReadTestFile("tests/goldens/chat_template/demo.json"));
+struct Release {
+  const char* golden;
+  const char* source;
+  const char* model_type;
+  ChatRelease release;
+};
+
+class EveryRelease : public ::testing::TestWithParam<Release> {};
+
+// Every case as PyPI jinja2 rendered the release's template (tests/oracle/chat_template_oracle.py),
+// by the renderer that the template's own text leads to.
+TEST_P(EveryRelease, WritesWhatTheTemplateWrites) {
+  const std::string source = ReadTestFile(GetParam().source);
+  const auto layout = RecogniseChatTemplate(source, GetParam().model_type);
+  ASSERT_TRUE(layout.ok()) << layout.status();
+  EXPECT_EQ(layout->release, GetParam().release);
+  const ordered_json golden = ordered_json::parse(
+      ReadTestFile(absl::StrCat("tests/goldens/chat_template/", GetParam().golden, ".json")));
   size_t cases = 0;
   for (const ordered_json& item : golden["cases"]) {
     SCOPED_TRACE(item["name"].get<std::string>());
@@ -65,12 +103,124 @@ TEST(RenderChat, WritesWhatTheTemplateWrites) {
     options.add_generation_prompt = item.value("add_generation_prompt", true);
     // Indented, to show that the layout is ours and not the caller's.
     if (item.contains("tools")) options.tools_json = item["tools"].dump(2);
-    const auto pieces = RenderChat(messages, options);
+    const auto pieces = coppice::RenderChat(*layout, messages, options);
     ASSERT_TRUE(pieces.ok()) << pieces.status();
     EXPECT_EQ(Joined(*pieces), item["rendered"].get<std::string>());
     ++cases;
   }
-  EXPECT_GE(cases, 15u);
+  EXPECT_GE(cases, 18u);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Releases, EveryRelease,
+    ::testing::Values(
+        Release{"instruct", "tests/oracle/chat_templates/instruct.jinja", "kimi_k2",
+                ChatRelease::kInstruct},
+        Release{"thinking", "tests/oracle/chat_templates/thinking.jinja", "kimi_k2",
+                ChatRelease::kThinking},
+        Release{"k2.5", "tests/oracle/chat_templates/k2.5.jinja", "kimi_k25", ChatRelease::kK25},
+        Release{"k2.6", "tests/oracle/chat_templates/k2.6.jinja", "kimi_k25", ChatRelease::kK26},
+        Release{"demo", "models/demo/chat_template.jinja", "kimi_k25", ChatRelease::kK26}),
+    [](const auto& info) {
+      std::string name = info.param.golden;
+      std::replace(name.begin(), name.end(), '.', '_');
+      return name;
+    });
+
+TEST(RecogniseChatTemplate, OtherTemplatesAreRefusedWithTheNearest) {
+  const std::string k26 = ReadTestFile("tests/oracle/chat_templates/k2.6.jinja");
+  const std::string thinking = ReadTestFile("tests/oracle/chat_templates/thinking.jinja");
+  const struct {
+    std::string text;
+    const char* model_type;
+    const char* nearest;
+  } cases[] = {
+      {"", "kimi_k25", "the nearest is k2.5"},
+      {"{{ messages[0].content }}", "kimi_k2", "the nearest is instruct"},
+      // K2.5's markers beside the configuration of an older release, and the other way round.
+      {k26, "kimi_k2", "the nearest is thinking"},
+      {thinking, "kimi_k25", "the nearest is k2.5"},
+      // No switch for thinking: a release that always thinks.
+      {absl::StrReplaceAll(k26, {{"thinking is defined and not thinking", "false"},
+                                 {"thinking (default true)", ""}}),
+       "kimi_k25", "the nearest is k2.6"},
+      {absl::StrReplaceAll(k26, {{"<|im_middle|>", "<|middle|>"}}), "kimi_k25",
+       "the nearest is k2.6"},
+  };
+  for (const auto& c : cases) {
+    const absl::Status status = RecogniseChatTemplate(c.text, c.model_type).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented) << c.nearest;
+    EXPECT_THAT(
+        std::string(status.message()),
+        AllOf(HasSubstr("of no release that Coppice knows"), HasSubstr(c.model_type),
+              HasSubstr("it has "), HasSubstr(c.nearest), HasSubstr("--chat-template nearest")));
+  }
+}
+
+TEST(RecogniseChatTemplate, RevisionsDifferInTheirDefaultsOnly) {
+  std::string text = ReadTestFile("tests/oracle/chat_templates/instruct.jinja");
+  EXPECT_EQ(RecogniseChatTemplate(text, "kimi_k2")->default_system,
+            "You are Kimi, an AI assistant created by Moonshot AI.");
+  text = absl::StrReplaceAll(text, {{"You are Kimi, an AI assistant created by Moonshot AI.",
+                                     "You are a helpful assistant"}});
+  EXPECT_EQ(RecogniseChatTemplate(text, "deepseek_v3")->default_system,
+            "You are a helpful assistant");
+  EXPECT_EQ(NearestChatTemplate("", "kimi_k2").default_system, "");
+  // The current K2-Thinking template is said to open <think> itself; earlier ones do not.
+  text = ReadTestFile("tests/oracle/chat_templates/thinking.jinja");
+  ChatTemplate layout = RecogniseChatTemplate(text, "kimi_k2").value();
+  EXPECT_FALSE(layout.opens_think);
+  text = absl::StrReplaceAll(text, {{"<|im_assistant|>assistant<|im_middle|>",
+                                     "<|im_assistant|>assistant<|im_middle|><think>"}});
+  layout = RecogniseChatTemplate(text, "kimi_k2").value();
+  EXPECT_TRUE(layout.opens_think);
+  const std::string rendered =
+      Joined(coppice::RenderChat(layout, {Message("user", "hi")}, {}).value());
+  EXPECT_THAT(rendered, EndsWith("<|im_assistant|>assistant<|im_middle|><think>"));
+}
+
+TEST(ChooseChatTemplate, ByFileByNameOrNearest) {
+  TempDir dir;
+  const auto choose = [&](const std::string& choice) {
+    return ChooseChatTemplate(dir.path(), "kimi_k25", choice);
+  };
+  EXPECT_THAT(std::string(choose("auto").status().message()),
+              AllOf(HasSubstr(dir.path()), HasSubstr("has no chat template")));
+  EXPECT_EQ(choose("nearest").status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(choose("k2.5")->release, ChatRelease::kK25);
+  dir.Write("tokenizer_config.json", R"({"chat_template": "{{ preserve_thinking }}"})");
+  EXPECT_EQ(choose("auto").status().code(), absl::StatusCode::kUnimplemented);
+  EXPECT_THAT(std::string(choose("auto").status().message()), HasSubstr(dir.path()));
+  EXPECT_EQ(choose("nearest")->release, ChatRelease::kK26);
+  // The file goes before the key.
+  dir.Write("chat_template.jinja", ReadTestFile("tests/oracle/chat_templates/k2.5.jinja"));
+  EXPECT_EQ(choose("auto")->release, ChatRelease::kK25);
+  EXPECT_EQ(choose("instruct")->release, ChatRelease::kInstruct);
+  for (const char* name : {"instruct", "thinking", "k2.5", "k2.6"}) {
+    EXPECT_EQ(ChatReleaseName(*ChatReleaseNamed(name)), name);
+  }
+  EXPECT_FALSE(ChatReleaseNamed("k3").has_value());
+}
+
+TEST(RenderChat, RefusesSwitchesThatARevisionLacks) {
+  ChatOptions options;
+  options.preserve_thinking = true;
+  for (const ChatRelease release :
+       {ChatRelease::kInstruct, ChatRelease::kThinking, ChatRelease::kK25}) {
+    ChatTemplate layout;
+    layout.release = release;
+    EXPECT_THAT(
+        std::string(
+            coppice::RenderChat(layout, {Message("user", "x")}, options).status().message()),
+        AllOf(HasSubstr("preserve_thinking"), HasSubstr(ChatReleaseName(release))));
+  }
+  options.preserve_thinking = false;
+  options.thinking = false;
+  ChatTemplate layout;
+  layout.release = ChatRelease::kThinking;
+  EXPECT_THAT(
+      std::string(coppice::RenderChat(layout, {Message("user", "x")}, options).status().message()),
+      HasSubstr("no way to turn it off"));
 }
 
 TEST(RenderChat, MarkersComeFromTheLayoutAlone) {

@@ -23,7 +23,8 @@ constexpr int kMaxVocab = 1 << 24;
 constexpr int kMaxLayers = 4096;
 constexpr int kMaxExperts = 1 << 16;
 constexpr int kMaxPositions = 1 << 30;
-constexpr int kGroupSize = 32;  // inputs per scale of INT4 pack-quantized experts
+constexpr int kGroupSize = 32;   // inputs per scale of INT4 pack-quantized experts
+constexpr int kBlockSize = 128;  // rows and columns per scale of FP8
 
 // Reads the keys of one JSON object and keeps the first fault, so that a loader reads like a list
 // of keys and asks for status() once.
@@ -213,17 +214,35 @@ int32_t ReadOptionalId(Keys& keys, const std::string& key, int vocab_size) {
   return keys.Has(key) ? keys.Int(key, 0, vocab_size - 1) : -1;
 }
 
-// INT4 pack-quantized routed experts (compressed-tensors), or nothing.
+// FP8 weights in blocks, as DeepSeek writes them.  How activations are quantised is a choice of
+// the engine's; Coppice multiplies dequantised weights.
+void ReadFp8(Keys& quantization, ModelConfig* config) {
+  quantization.Only("fmt", "e4m3");
+  const json expected = json::array({kBlockSize, kBlockSize});
+  if (!quantization.Has("weight_block_size")) {
+    quantization.Missing("weight_block_size", expected.dump());
+  } else {
+    quantization.Only("weight_block_size", expected);
+  }
+  config->expert_bits = 8;
+}
+
+// INT4 pack-quantized routed experts (compressed-tensors), FP8 blocks, or nothing.
 void ReadQuantization(Keys& outer, ModelConfig* config) {
   if (!outer.Has("quantization_config")) return;
   if (!outer.object()["quantization_config"].is_object()) {
     return outer.Bad("quantization_config", "an object or null");
   }
   Keys quantization = outer.Sub("quantization_config");
-  const std::string method = quantization.Text("quant_method", "\"compressed-tensors\"");
+  const std::string method = quantization.Text("quant_method", "\"compressed-tensors\" or \"fp8\"");
+  if (quantization.status().ok() && method == "fp8") {
+    ReadFp8(quantization, config);
+    return outer.Fail(quantization.status());
+  }
   if (quantization.status().ok() && method != "compressed-tensors") {
-    quantization.Unsupported(
-        "quant_method", "Coppice reads bf16 and compressed-tensors' INT4 pack-quantized experts");
+    quantization.Unsupported("quant_method",
+                             "Coppice reads bf16, FP8 in blocks (\"fp8\") and "
+                             "compressed-tensors' INT4 pack-quantized experts");
   }
   quantization.Only("format", "pack-quantized");
   if (quantization.Has("kv_cache_scheme")) {
@@ -435,7 +454,7 @@ absl::StatusOr<ModelConfig> LoadModelConfig(const std::string& dir) {
   }
 
   ReadQuantization(Having("quantization_config", keys, top), &config);
-  if (config.expert_bits != 0 && keys.status().ok() && top.status().ok()) {
+  if (config.expert_group_size != 0 && keys.status().ok() && top.status().ok()) {
     for (const char* key : {"hidden_size", "moe_intermediate_size"}) {
       const int size = keys.Int(key, 1, kMaxSize);
       if (size % config.expert_group_size != 0) {

@@ -50,7 +50,8 @@ struct ModelConfig {
   int max_position_embeddings = 0;
   double rms_norm_eps = 0;
   // Epsilon of q_a_layernorm and kv_a_layernorm.  No release has a key for it and the reference
-  // implementations disagree (rms_norm_eps, or always 1e-6); LoadModelConfig sets rms_norm_eps.
+  // implementations disagree: vLLM and SGLang pass rms_norm_eps, transformers and the checkpoints'
+  // own code leave it at 1e-6.  LoadModelConfig sets rms_norm_eps; TargetOptions can say otherwise.
   double lora_norm_eps = 0;
 
   // Feed-forward: layers [0, first_k_dense_replace) are dense, the others mixture of experts.
@@ -74,9 +75,9 @@ struct ModelConfig {
   int v_head_dim = 0;
   RopeConfig rope;
 
-  // Routed experts: 4 where quantization_config says INT4 pack-quantized, else 0 (bf16).  The
-  // presence of `weight_packed` decides per tensor; the group size (inputs per scale) is 0 where
-  // nothing is packed.
+  // What quantization_config announces: 4 (INT4 pack-quantized experts), 8 (FP8 E4M3 in blocks of
+  // 128 x 128) or 0 (neither).  What is loaded is decided per tensor by what is there.  The group
+  // size, inputs per scale, is 0 where nothing is packed.
   int expert_bits = 0;
   int expert_group_size = 0;
 

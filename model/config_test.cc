@@ -166,6 +166,18 @@ TEST(LoadModelConfig, FindsQuantizationAtTheTopToo) {
   EXPECT_EQ(loaded->expert_bits, 4);
 }
 
+TEST(LoadModelConfig, ReadsFp8Blocks) {
+  json text = K26Text();
+  text["quantization_config"] = {{"quant_method", "fp8"},
+                                 {"fmt", "e4m3"},
+                                 {"activation_scheme", "dynamic"},
+                                 {"weight_block_size", {128, 128}}};
+  const auto loaded = Load(text);
+  ASSERT_TRUE(loaded.ok()) << loaded.status();
+  EXPECT_EQ(loaded->expert_bits, 8);
+  EXPECT_EQ(loaded->expert_group_size, 0);
+}
+
 TEST(LoadModelConfig, CollectsEndOfSequenceIds) {
   TempDir dir;
   json config = K26();
@@ -207,13 +219,27 @@ TEST(Yarn, MatchesKnownFrequencies) {
        0.13086080,
        {{0, 1},
         {1, 7.131110849e-1},
+        {8, 6.687403050e-2},
+        {9, 4.768861244e-2},
+        {12, 1.729363340e-2},
+        {14, 8.794286766e-3},
+        {18, 2.274203757e-3},
         {19, 1.621759908e-3},
         {20, 3.614046774e-5},
         {31, 8.764412912e-7}}},
       {64,
        1,
        0.14467963,
-       {{9, 4.768861244e-2}, {19, 1.621759908e-3}, {20, 1.807023387e-5}, {31, 4.382206456e-7}}},
+       {{0, 1},
+        {1, 7.131110849e-1},
+        {8, 6.687403050e-2},
+        {9, 4.768861244e-2},
+        {12, 1.729363340e-2},
+        {14, 8.794286766e-3},
+        {18, 2.274203757e-3},
+        {19, 1.621759908e-3},
+        {20, 1.807023387e-5},
+        {31, 4.382206456e-7}}},
       {64,
        32,
        0.14467963,
@@ -369,8 +395,16 @@ TEST(LoadModelConfig, NamesEveryBadKey) {
       {"/text_config/bos_token_id", "163840", kInvalid, "text_config.bos_token_id"},
       {"/text_config/pad_token_id", "\"x\"", kInvalid, "text_config.pad_token_id"},
       {"/text_config/quantization_config", "\"fp8\"", kInvalid, "quantization_config is \"fp8\""},
-      {"/text_config/quantization_config/quant_method", "\"fp8\"", kUnimplemented,
-       "quantization_config.quant_method is \"fp8\""},
+      {"/text_config/quantization_config/quant_method", "\"gptq\"", kUnimplemented,
+       "quantization_config.quant_method is \"gptq\""},
+      {"/text_config/quantization_config", R"({"quant_method": "fp8"})", kInvalid,
+       "quantization_config.weight_block_size is missing; expected [128,128]"},
+      {"/text_config/quantization_config",
+       R"({"quant_method": "fp8", "weight_block_size": [64, 128]})", kUnimplemented,
+       "quantization_config.weight_block_size is [64,128]"},
+      {"/text_config/quantization_config",
+       R"({"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [128, 128]})", kUnimplemented,
+       "quantization_config.fmt is \"e5m2\""},
       {"/text_config/quantization_config/format", "\"nvfp4\"", kUnimplemented,
        "quantization_config.format is \"nvfp4\""},
       {"/text_config/quantization_config/kv_cache_scheme", "{}", kUnimplemented,

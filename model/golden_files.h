@@ -6,7 +6,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <filesystem>
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -53,6 +55,42 @@ class GoldenFile {
 
   std::string image_;
   std::map<std::string, TensorView> tensors_;
+};
+
+// A model of tests/goldens/models.  A variant there holds configuration and goldens only; its
+// weights are another model's, and are linked into a directory made for the test.
+class GoldenModel {
+ public:
+  explicit GoldenModel(const std::string& name) : golden_(Source(name) + "/golden.safetensors") {
+    static const std::map<std::string, std::string> kWeightsOf = {{"instruct_0905", "instruct"},
+                                                                  {"experts384_eps", "experts384"}};
+    const auto variant = kWeightsOf.find(name);
+    if (variant == kWeightsOf.end()) {
+      dir_ = Source(name);
+      return;
+    }
+    dir_ = made_.path();
+    if (name == "experts384_eps") lora_norm_eps_ = 1e-6;
+    for (const std::string& from : {Source(variant->second), Source(name)}) {
+      for (const auto& file : std::filesystem::directory_iterator(from)) {
+        const std::string to = made_.File(file.path().filename().string());
+        std::filesystem::remove(to);
+        std::filesystem::create_symlink(std::filesystem::absolute(file.path()), to);
+      }
+    }
+  }
+
+  const std::string& dir() const { return dir_; }
+  const GoldenFile& golden() const { return golden_; }
+  std::optional<double> lora_norm_eps() const { return lora_norm_eps_; }
+
+ private:
+  static std::string Source(const std::string& name) { return "tests/goldens/models/" + name; }
+
+  TempDir made_;
+  std::string dir_;
+  GoldenFile golden_;
+  std::optional<double> lora_norm_eps_;
 };
 
 // max |a - b| / max |b|.

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 
 namespace coppice {
@@ -113,24 +114,39 @@ std::vector<int32_t> TopK(absl::Span<const float> logits, int64_t k) {
   return heap;
 }
 
-// The ids that top_k and then top_p leave, in no order of interest; `max` is the largest logit.
+// How far below the largest a logit may lie under min_p; minus infinity where that is off.
+double MinPCut(const SamplingParams& params) {
+  return params.min_p > 0 ? params.temperature * std::log(static_cast<double>(params.min_p))
+                          : -std::numeric_limits<double>::infinity();
+}
+
+// The ids that min_p, top_k and then top_p leave, in no order of interest; `max` is the largest
+// logit.  min_p and top_k each leave the best ones, so their order does not matter.
 std::vector<int32_t> Survivors(absl::Span<const float> logits, const SamplingParams& params,
                                float max) {
   const double temperature = params.temperature;
+  const double cut = MinPCut(params);
   const auto mass = [&](float logit) {
     return std::exp((static_cast<double>(logit) - max) / temperature);
+  };
+  const auto passes = [&](float logit) {
+    return logit != kNegativeInfinity && static_cast<double>(logit) - max >= cut;
   };
   std::vector<int32_t> ids;
   double total = 0;
   if (params.top_k > 0) {
     ids = TopK(logits, params.top_k);
+    while (!ids.empty() && !passes(logits[ids.back()])) ids.pop_back();
     if (params.top_p >= 1) return ids;
     for (const int32_t id : ids) total += mass(logits[id]);
   } else {
     for (size_t i = 0; i < logits.size(); ++i) {
       const float logit = Logit(logits, i);
-      if (logit != kNegativeInfinity) total += mass(logit);
+      if (!passes(logit)) continue;
+      total += mass(logit);
+      if (params.top_p >= 1) ids.push_back(static_cast<int32_t>(i));
     }
+    if (params.top_p >= 1) return ids;
   }
   // Few ids hold most of the mass, as a rule: look at the best 64, then four times as many.
   const double wanted = static_cast<double>(params.top_p) * total;
@@ -138,6 +154,11 @@ std::vector<int32_t> Survivors(absl::Span<const float> logits, const SamplingPar
     if (params.top_k == 0) ids = TopK(logits, count);
     double reached = 0;
     for (size_t i = 0; i < ids.size(); ++i) {
+      // Beyond min_p's cut only rounding kept the sum below `wanted`.
+      if (!passes(logits[ids[i]])) {
+        ids.resize(i);
+        return ids;
+      }
       reached += mass(logits[ids[i]]);
       if (reached >= wanted) {
         ids.resize(i + 1);
@@ -151,7 +172,7 @@ std::vector<int32_t> Survivors(absl::Span<const float> logits, const SamplingPar
 
 }  // namespace
 
-absl::Status Validate(const SamplingParams& params) {
+absl::Status Validate(const SamplingParams& params, int64_t vocab_size) {
   if (!std::isfinite(params.temperature) || params.temperature < 0) {
     return absl::InvalidArgumentError(absl::StrCat("temperature is ", params.temperature,
                                                    "; it must be a finite number, 0 or more"));
@@ -164,7 +185,87 @@ absl::Status Validate(const SamplingParams& params) {
     return absl::InvalidArgumentError(
         absl::StrCat("top_p is ", params.top_p, "; it must be above 0 and at most 1 (off)"));
   }
+  if (!(params.min_p >= 0 && params.min_p <= 1)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("min_p is ", params.min_p, "; it must be from 0 (off) to 1"));
+  }
+  const LogitRules& rules = params.rules;
+  if (!(rules.repetition_penalty > 0 && std::isfinite(rules.repetition_penalty))) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("repetition_penalty is ", rules.repetition_penalty,
+                     "; it must be a finite number above 0 (1 turns it off)"));
+  }
+  for (const auto& [name, value] : {std::pair("frequency_penalty", rules.frequency_penalty),
+                                    std::pair("presence_penalty", rules.presence_penalty)}) {
+    if (!(value >= -2 && value <= 2)) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(name, " is ", value, "; it must be from -2 to 2 (0 turns it off)"));
+    }
+  }
+  if (rules.min_tokens < 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("min_tokens is ", rules.min_tokens, "; it must be 0 (off) or more"));
+  }
+  if (rules.logit_bias.size() > kMaxLogitBias) {
+    return absl::InvalidArgumentError(absl::StrCat("logit_bias has ", rules.logit_bias.size(),
+                                                   " ids; at most ", kMaxLogitBias, " are taken"));
+  }
+  absl::flat_hash_set<int32_t> seen;
+  for (const auto& [id, bias] : rules.logit_bias) {
+    if (id < 0 || id >= vocab_size) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("logit_bias names the id ", static_cast<uint32_t>(id),
+                       "; the model's ids go from 0 to ", vocab_size - 1));
+    }
+    if (!(bias >= -kLargestLogitBias && bias <= kLargestLogitBias)) {
+      return absl::InvalidArgumentError(absl::StrCat("logit_bias of id ", id, " is ", bias,
+                                                     "; it must be from ", -kLargestLogitBias,
+                                                     " to ", kLargestLogitBias));
+    }
+    if (!seen.insert(id).second) {
+      return absl::InvalidArgumentError(absl::StrCat("logit_bias names the id ", id, " twice"));
+    }
+  }
   return absl::OkStatus();
+}
+
+TokenCounts::TokenCounts(const LogitRules& rules, absl::Span<const int32_t> prompt,
+                         absl::Span<const int32_t> completion)
+    : counting_(rules.penalises()) {
+  if (counting_) {
+    for (const int32_t token : prompt) counts_.try_emplace(token, 0);
+  }
+  for (const int32_t token : completion) Push(token);
+}
+
+void TokenCounts::Push(int32_t token) {
+  ++generated_;
+  if (counting_) ++counts_[token];
+}
+
+absl::Span<const float> ApplyRules(absl::Span<const float> logits, const LogitRules& rules,
+                                   absl::Span<const int32_t> stop_token_ids,
+                                   const TokenCounts& counts, std::vector<float>* scratch) {
+  const bool masks = counts.generated() < rules.min_tokens && !stop_token_ids.empty();
+  if (!masks && rules.logit_bias.empty() && !rules.penalises()) return logits;
+  scratch->assign(logits.begin(), logits.end());
+  std::vector<float>& changed = *scratch;
+  if (masks) {
+    for (const int32_t id : stop_token_ids) changed[id] = kNegativeInfinity;
+  }
+  for (const auto& [id, bias] : rules.logit_bias) changed[id] += bias;
+  for (const auto& [id, occurrences] : counts.counts_) {
+    float& logit = changed[id];
+    if (logit > 0) {
+      logit /= rules.repetition_penalty;
+    } else {
+      logit *= rules.repetition_penalty;
+    }
+    if (occurrences == 0) continue;
+    logit -= rules.frequency_penalty * static_cast<float>(occurrences);
+    logit -= rules.presence_penalty;
+  }
+  return changed;
 }
 
 int32_t SampleToken(absl::Span<const float> logits, const SamplingParams& params,
@@ -194,7 +295,7 @@ int32_t SampleToken(absl::Span<const float> logits, const SamplingParams& params
       best = token;
     }
   };
-  if (params.top_k > 0 || params.top_p < 1) {
+  if (params.top_k > 0 || params.top_p < 1 || params.min_p > 0) {
     for (const int32_t token : Survivors(logits, params, max)) offer(token);
   } else {
     for (size_t i = 0; i < logits.size(); ++i) offer(static_cast<int32_t>(i));

@@ -10,6 +10,8 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "model/test_files.h"
+#include "nlohmann/json.hpp"
 
 namespace coppice {
 namespace {
@@ -278,16 +280,16 @@ TEST(SampleToken, ExtremeTemperatures) {
 }
 
 TEST(Validate, NamesWhatIsWrong) {
-  EXPECT_TRUE(Validate({}).ok());
-  EXPECT_TRUE(Validate({.temperature = 0.7f, .top_k = 50, .top_p = 0.95f}).ok());
+  EXPECT_TRUE(Validate({}, 10).ok());
+  EXPECT_TRUE(Validate({.temperature = 0.7f, .top_k = 50, .top_p = 0.95f}, 10).ok());
   for (const float bad : {-0.1f, kNan, kInfinity}) {
-    const absl::Status status = Validate({.temperature = bad});
+    const absl::Status status = Validate({.temperature = bad}, 10);
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
     EXPECT_THAT(std::string(status.message()), HasSubstr("temperature"));
   }
-  EXPECT_THAT(std::string(Validate({.top_k = -1}).message()), HasSubstr("top_k is -1"));
+  EXPECT_THAT(std::string(Validate({.top_k = -1}, 10).message()), HasSubstr("top_k is -1"));
   for (const float bad : {0.f, -0.5f, 1.01f, kNan}) {
-    EXPECT_THAT(std::string(Validate({.top_p = bad}).message()), HasSubstr("top_p"));
+    EXPECT_THAT(std::string(Validate({.top_p = bad}, 10).message()), HasSubstr("top_p"));
   }
 }
 
@@ -305,6 +307,146 @@ TEST(LogProbs, OfTheTokenThenOfTheLikeliest) {
   // Impossible ids are never among the likeliest.
   EXPECT_EQ(LogProbs(logits, 1, 10).size(), 5u);
   EXPECT_EQ(LogProbs(logits, 2, 0)[0].log_prob, -kInfinity);
+}
+
+SamplingParams ParamsOf(const nlohmann::json& item) {
+  SamplingParams params;
+  params.temperature = item.value("temperature", 0.0f);
+  params.top_k = item.value("top_k", 0);
+  params.top_p = item.value("top_p", 1.0f);
+  params.min_p = item.value("min_p", 0.0f);
+  params.rules.repetition_penalty = item.value("repetition_penalty", 1.0f);
+  params.rules.frequency_penalty = item.value("frequency_penalty", 0.0f);
+  params.rules.presence_penalty = item.value("presence_penalty", 0.0f);
+  params.rules.min_tokens = item.value("min_tokens", 0);
+  if (item.contains("logit_bias")) {
+    for (const auto& entry : item["logit_bias"]) {
+      params.rules.logit_bias.push_back({entry[0].get<int32_t>(), entry[1].get<float>()});
+    }
+  }
+  return params;
+}
+
+// Every option alone and in random combinations, as transformers' processors (and vLLM's formulas
+// for the penalties that those lack) have it: tests/oracle/sampling_oracle.py.
+TEST(SamplingOracle, RulesAndLawAreTheOracles) {
+  const auto golden = nlohmann::json::parse(ReadTestFile("tests/goldens/sampling.json"));
+  const auto stops = golden["stops"].get<std::vector<int32_t>>();
+  uint64_t seed = 0;
+  int sampled = 0;
+  for (const auto& item : golden["cases"]) {
+    SamplingParams params = ParamsOf(item);
+    params.seed = ++seed;
+    const auto logits = item["logits"].get<std::vector<float>>();
+    ASSERT_TRUE(Validate(params, static_cast<int64_t>(logits.size())).ok());
+    const auto prompt = item["prompt"].get<std::vector<int32_t>>();
+    const auto completion = item["completion"].get<std::vector<int32_t>>();
+    TokenCounts counts(params.rules, prompt, completion);
+    std::vector<float> scratch;
+    const absl::Span<const float> changed =
+        ApplyRules(logits, params.rules, stops, counts, &scratch);
+    for (size_t i = 0; i < logits.size(); ++i) {
+      if (item["changed"][i].is_null()) {
+        EXPECT_EQ(changed[i], -kInfinity) << "case " << seed << ", id " << i;
+      } else {
+        EXPECT_NEAR(changed[i], item["changed"][i].get<float>(), 2e-5)
+            << "case " << seed << ", id " << i;
+      }
+    }
+    // The same counts, token by token.
+    TokenCounts pushed(params.rules, prompt, {});
+    for (const int32_t token : completion) pushed.Push(token);
+    std::vector<float> again;
+    EXPECT_EQ(ApplyRules(logits, params.rules, stops, pushed, &again), changed);
+
+    const auto law = item["law"].get<std::vector<double>>();
+    constexpr int kDraws = 20000;
+    std::vector<int> count(law.size());
+    for (int i = 0; i < kDraws; ++i) ++count[SampleToken(changed, params, i)];
+    double statistic = 0, rare_expected = 0;
+    int cells = 0, rare = 0;
+    for (size_t i = 0; i < law.size(); ++i) {
+      if (law[i] == 0) {
+        EXPECT_EQ(count[i], 0) << "case " << seed << " drew id " << i;
+        continue;
+      }
+      const double expected = law[i] * kDraws;
+      if (expected < 5) {
+        rare_expected += expected;
+        rare += count[i];
+        continue;
+      }
+      statistic += (count[i] - expected) * (count[i] - expected) / expected;
+      ++cells;
+    }
+    if (rare_expected >= 5) {
+      statistic += (rare - rare_expected) * (rare - rare_expected) / rare_expected;
+      ++cells;
+    }
+    if (cells < 2) continue;
+    ++sampled;
+    EXPECT_GT(ChiSquarePValue(statistic, cells - 1), 1e-4) << "case " << seed;
+  }
+  EXPECT_GE(seed, 80u);
+  EXPECT_GE(sampled, 40);
+}
+
+TEST(ApplyRules, NothingToDoCopiesNothing) {
+  const std::vector<float> logits = {1, 2, 3};
+  std::vector<float> scratch;
+  LogitRules rules;
+  EXPECT_FALSE(rules.any());
+  EXPECT_EQ(ApplyRules(logits, rules, {}, {}, &scratch).data(), logits.data());
+  rules.min_tokens = 2;  // reached
+  EXPECT_TRUE(rules.any());
+  const std::vector<int32_t> said = {0, 1};
+  EXPECT_EQ(ApplyRules(logits, rules, {2}, TokenCounts(rules, {}, said), &scratch).data(),
+            logits.data());
+  EXPECT_EQ(ApplyRules(logits, rules, {2}, TokenCounts(rules, {}, {}), &scratch)[2], -kInfinity);
+}
+
+TEST(Validate, NamesEveryRule) {
+  const auto message = [](const SamplingParams& params) {
+    const absl::Status status = Validate(params, 10);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+    return std::string(status.message());
+  };
+  SamplingParams params;
+  EXPECT_TRUE(Validate(params, 10).ok());
+  for (const float bad : {-0.1f, 1.1f, kNan}) {
+    params = {};
+    params.min_p = bad;
+    EXPECT_THAT(message(params), HasSubstr("min_p is "));
+  }
+  for (const float bad : {0.0f, -1.0f, kInfinity, kNan}) {
+    params = {};
+    params.rules.repetition_penalty = bad;
+    EXPECT_THAT(message(params), HasSubstr("repetition_penalty is "));
+  }
+  for (const float bad : {-2.1f, 2.1f, kNan}) {
+    params = {};
+    params.rules.frequency_penalty = bad;
+    EXPECT_THAT(message(params), HasSubstr("frequency_penalty is "));
+    params = {};
+    params.rules.presence_penalty = bad;
+    EXPECT_THAT(message(params), HasSubstr("presence_penalty is "));
+  }
+  params = {};
+  params.rules.min_tokens = -1;
+  EXPECT_THAT(message(params), HasSubstr("min_tokens is -1"));
+  params = {};
+  params.rules.logit_bias = {{10, 1.0f}};
+  EXPECT_EQ(message(params), "logit_bias names the id 10; the model's ids go from 0 to 9");
+  params.rules.logit_bias = {{-1, 1.0f}};
+  EXPECT_THAT(message(params), HasSubstr("the id 4294967295"));
+  params.rules.logit_bias = {{3, 100.5f}};
+  EXPECT_EQ(message(params), "logit_bias of id 3 is 100.5; it must be from -100 to 100");
+  params.rules.logit_bias = {{3, kNan}};
+  EXPECT_THAT(message(params), HasSubstr("logit_bias of id 3 is nan"));
+  params.rules.logit_bias = {{3, 1.0f}, {4, 1.0f}, {3, 2.0f}};
+  EXPECT_EQ(message(params), "logit_bias names the id 3 twice");
+  params.rules.logit_bias.assign(kMaxLogitBias + 1, {3, 1.0f});
+  EXPECT_THAT(message(params), HasSubstr("logit_bias has 1025 ids; at most 1024"));
 }
 
 }  // namespace

@@ -332,6 +332,12 @@ absl::Status CheckOptions(const TargetOptions& options) {
     return absl::InvalidArgumentError(absl::StrCat(
         "pages is ", options.pages, "; at least 2 are needed (page 0 is never handed out)"));
   }
+  if (options.lora_norm_eps.has_value() &&
+      !(*options.lora_norm_eps > 0 && *options.lora_norm_eps <= 1)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("lora_norm_eps is ", *options.lora_norm_eps,
+                     "; it must be above 0 and at most 1 (transformers uses 1e-6)"));
+  }
   if (options.max_rows < 1) {
     return absl::InvalidArgumentError(
         absl::StrCat("max_rows is ", options.max_rows, "; it must be at least 1"));
@@ -346,6 +352,7 @@ absl::StatusOr<std::unique_ptr<Target>> Target::Load(const TargetOptions& option
   if (!status.ok()) return status;
   absl::StatusOr<ModelConfig> config = LoadModelConfig(options.model_dir);
   if (!config.ok()) return config.status();
+  if (options.lora_norm_eps.has_value()) config->lora_norm_eps = *options.lora_norm_eps;
   std::optional<DraftConfig> draft;
   if (!options.drafter_dir.empty()) {
     absl::StatusOr<DraftConfig> loaded = LoadDraftConfig(options.drafter_dir);

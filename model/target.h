@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -26,6 +27,8 @@ struct TargetOptions {
   int page_size = 64;       // tokens per page, 1 … 64
   int64_t pages = 0;        // page 0 included, which is a sink for padding and is never handed out
   int max_rows = 2048;      // of one Forward
+  // Overrides ModelConfig::lora_norm_eps, which explains it.
+  std::optional<double> lora_norm_eps = {};
   // Called while loading with (bytes done, bytes in all).
   std::function<void(int64_t, int64_t)> progress;
 };

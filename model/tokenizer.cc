@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstring>
 #include <limits>
 #include <queue>
@@ -29,8 +30,11 @@ constexpr size_t kMaxVocabularyBytes = 64 << 20;
 // The reference tokenizer's own cuts, which move token borders in very long texts.
 constexpr size_t kMaxSliceChars = 400'000;
 constexpr size_t kMaxRunChars = 25'000;
+constexpr int kMaxSpecials = 1 << 16;  // Kimi's vocabularies have 256
 // Up to this many parts a scan for the lowest rank beats a heap.
 constexpr size_t kScanParts = 96;
+// Pieces of one text whose merging is remembered.
+constexpr size_t kMaxRemembered = 1 << 16;
 
 absl::string_view View(std::string_view text) { return {text.data(), text.size()}; }
 
@@ -56,6 +60,73 @@ std::string Pattern() {
                       "|[", kSpace, "]+");
 }
 
+enum AsciiClass : uint8_t { kOther, kUpper, kLower, kDigit, kBlank, kNewline, kBeyond };
+
+constexpr std::array<uint8_t, 256> MakeAsciiClasses() {
+  std::array<uint8_t, 256> classes{};
+  for (int c = 0; c < 256; ++c) {
+    classes[c] = c >= 0x80                              ? kBeyond
+                 : c >= 'A' && c <= 'Z'                 ? kUpper
+                 : c >= 'a' && c <= 'z'                 ? kLower
+                 : c >= '0' && c <= '9'                 ? kDigit
+                 : c == '\r' || c == '\n'               ? kNewline
+                 : c == ' ' || (c >= '\t' && c <= '\r') ? kBlank
+                                                        : kOther;
+  }
+  return classes;
+}
+constexpr std::array<uint8_t, 256> kAsciiClasses = MakeAsciiClasses();
+
+// The length of the pattern's match at the start of `text`, or 0 where a character beyond ASCII
+// takes part in deciding it: then only the pattern itself knows.  In ASCII the pattern's classes
+// are those above and its alternatives need no backtracking:
+//   letters   [^\r\n letter digit]? upper* lower* ('s|'t|'re|'ve|'m|'ll|'d)?, one letter at least
+//   digits    one to three
+//   others    " "? other+ [\r\n]*
+//   white     up to its last newline; else all but the last where something follows; else all
+size_t AsciiMatch(std::string_view text) {
+  const size_t n = text.size();
+  const auto kind = [&](size_t i) {
+    return i < n ? kAsciiClasses[static_cast<uint8_t>(text[i])] : static_cast<uint8_t>(kNewline);
+  };
+  const uint8_t first = kind(0);
+  if (first == kBeyond) return 0;
+  size_t i = first == kOther || first == kBlank ? 1 : 0;
+  const size_t letters = i;
+  while (kind(i) == kUpper) ++i;
+  while (kind(i) == kLower) ++i;
+  if (kind(i) == kBeyond) return 0;
+  if (i > letters) {
+    if (i + 1 >= n || text[i] != '\'') return i;
+    if (kind(i + 1) == kBeyond || (i + 2 < n && kind(i + 2) == kBeyond)) return 0;
+    const char a = static_cast<char>(text[i + 1] | 0x20);
+    const char b = i + 2 < n ? static_cast<char>(text[i + 2] | 0x20) : '\0';
+    if (kind(i + 1) != kUpper && kind(i + 1) != kLower) return i;
+    if (a == 's' || a == 't' || a == 'm' || a == 'd') return i + 2;
+    const bool letter = i + 2 < n && (kind(i + 2) == kUpper || kind(i + 2) == kLower);
+    if (letter && ((b == 'e' && (a == 'r' || a == 'v')) || (a == 'l' && b == 'l'))) return i + 3;
+    return i;
+  }
+  if (first == kDigit) {
+    for (i = 1; i < 3 && i < n && kind(i) == kDigit;) ++i;
+    return i < 3 && i < n && kind(i) == kBeyond ? 0 : i;
+  }
+  i = text[0] == ' ' ? 1 : 0;
+  if (i < n && kind(i) == kOther) {
+    while (i < n && kind(i) == kOther) ++i;
+    if (i < n && kind(i) == kBeyond) return 0;
+    while (i < n && kind(i) == kNewline) ++i;
+    return i;
+  }
+  size_t newline = 0;  // one past the last
+  for (i = 0; i < n && (kind(i) == kBlank || kind(i) == kNewline); ++i) {
+    if (kind(i) == kNewline) newline = i + 1;
+  }
+  if (i < n && kind(i) == kBeyond) return 0;
+  if (newline > 0) return newline;
+  return i == n || i == 1 ? i : i - 1;
+}
+
 // The compiled pattern; shared by all tokenizers.
 class Regex {
  public:
@@ -67,7 +138,7 @@ class Regex {
 
   // Calls fn(piece) for the matches in `text`, which must be valid UTF-8.
   template <typename Fn>
-  absl::Status ForEachMatch(std::string_view text, Fn fn) const {
+  absl::Status ForEachMatch(std::string_view text, Fn fn, bool pattern_only = false) const {
     struct Scratch {
       pcre2_match_data* data = pcre2_match_data_create(1, nullptr);
       pcre2_match_context* context = pcre2_match_context_create(nullptr);
@@ -86,6 +157,13 @@ class Regex {
     // many.
     pcre2_set_match_limit(scratch.context, std::numeric_limits<uint32_t>::max());
     for (size_t at = 0; at < text.size();) {
+      if (!pattern_only) {
+        if (const size_t length = AsciiMatch(text.substr(at)); length > 0) {
+          fn(text.substr(at, length));
+          at += length;
+          continue;
+        }
+      }
       const int found = pcre2_match(code_, reinterpret_cast<PCRE2_SPTR>(text.data()), text.size(),
                                     at, PCRE2_NO_UTF_CHECK, scratch.data, scratch.context);
       if (found == PCRE2_ERROR_NOMATCH) break;
@@ -175,19 +253,95 @@ bool IsMarkerForParsers(std::string_view name) {
 
 }  // namespace
 
+namespace {
+
+constexpr int32_t kNoRank = std::numeric_limits<int32_t>::max();
+
+// Ranks of short tokens.  Merging asks for little else, mostly for what is no token; so bytes and
+// length are one word, kept beside the rank, and what is no token is known, as a rule, from one bit
+// of a table that stays in the cache.
+class ShortRanks {
+ public:
+  static constexpr size_t kMaxShort = 7;
+
+  void Build(absl::Span<const std::string> tokens) {
+    const size_t count = std::count_if(tokens.begin(), tokens.end(), [](const std::string& token) {
+      return token.size() <= kMaxShort;
+    });
+    size_t capacity = 16;
+    while (capacity < 2 * count) capacity *= 2;
+    shift_ = 64 - std::countr_zero(capacity);
+    slots_.assign(capacity, {});
+    pairs_.assign(1 << 16, kNoRank);
+    maybe_.assign((size_t{1} << kFilterBits) / 64, 0);
+    for (size_t id = 0; id < tokens.size(); ++id) {
+      if (tokens[id].size() > kMaxShort) continue;
+      const uint64_t key = Key(tokens[id]);
+      size_t i = Home(key);
+      while (slots_[i].key != 0) i = (i + 1) & (slots_.size() - 1);
+      slots_[i] = {key, static_cast<int32_t>(id)};
+      const uint64_t bit = Bit(key);
+      maybe_[bit / 64] |= uint64_t{1} << bit % 64;
+      if (tokens[id].size() == 1) bytes_[key & 0xFF] = static_cast<int32_t>(id);
+      if (tokens[id].size() == 2) pairs_[key & 0xFFFF] = static_cast<int32_t>(id);
+    }
+  }
+
+  int32_t OfByte(char byte) const { return bytes_[static_cast<uint8_t>(byte)]; }
+
+  // `text` has 1 … kMaxShort bytes.
+  int32_t Find(std::string_view text) const {
+    const uint64_t key = Key(text);
+    if (text.size() == 2) return pairs_[key & 0xFFFF];
+    const uint64_t bit = Bit(key);
+    if ((maybe_[bit / 64] >> bit % 64 & 1) == 0) return kNoRank;
+    for (size_t i = Home(key); slots_[i].key != 0; i = (i + 1) & (slots_.size() - 1)) {
+      if (slots_[i].key == key) return slots_[i].rank;
+    }
+    return kNoRank;
+  }
+
+ private:
+  struct Slot {
+    uint64_t key = 0;  // 0: free; no token is empty
+    int32_t rank = kNoRank;
+  };
+
+  static uint64_t Key(std::string_view text) {
+    uint64_t key = 0;
+    // Byte by byte: a copy of variable length is a call.
+    for (size_t i = 0; i < text.size(); ++i) {
+      key |= static_cast<uint64_t>(static_cast<uint8_t>(text[i])) << (8 * i);
+    }
+    return key | static_cast<uint64_t>(text.size()) << 56;
+  }
+  size_t Home(uint64_t key) const { return (key * 0x9E3779B97F4A7C15ull) >> shift_; }
+  static uint64_t Bit(uint64_t key) { return key * 0xBF58476D1CE4E5B9ull >> (64 - kFilterBits); }
+
+  static constexpr int kFilterBits = 21;  // 256 KiB
+
+  std::array<int32_t, 256> bytes_{};
+  std::vector<Slot> slots_;
+  std::vector<uint64_t> maybe_;
+  std::vector<int32_t> pairs_;  // by the two bytes, the first lowest
+  int shift_ = 60;
+};
+
+}  // namespace
+
 struct Tokenizer::Impl {
   const Regex* regex = nullptr;
   // All tokens' bytes by id; the views below point into these strings.
   std::vector<std::string> bytes;
   absl::flat_hash_map<absl::string_view, int32_t> rank_of;
+  ShortRanks short_ranks;  // the same for tokens of at most kMaxShort bytes
   absl::flat_hash_map<absl::string_view, int32_t> special_of;
   std::array<std::vector<int32_t>, 256> specials_by_first_byte;  // longest name first
   std::vector<bool> is_control;                                  // by id - num_base
   size_t longest_rank = 0;
 
-  static constexpr int32_t kNoRank = std::numeric_limits<int32_t>::max();
-
   int32_t RankOf(std::string_view text) const {
+    if (text.size() <= ShortRanks::kMaxShort) return short_ranks.Find(text);
     if (text.size() > longest_rank) return kNoRank;
     const auto it = rank_of.find(View(text));
     return it == rank_of.end() ? kNoRank : it->second;
@@ -196,31 +350,37 @@ struct Tokenizer::Impl {
   // tiktoken's merge: of all adjacent pairs the one whose concatenation has the lowest rank, the
   // leftmost of equals, until no pair is a token.
   void MergeByScan(std::string_view piece, std::vector<int32_t>* ids) const {
-    struct Part {
-      size_t begin;
-      int32_t pair;  // rank of this part joined with the next
-    };
-    std::vector<Part> parts(piece.size() + 1);
-    for (size_t i = 0; i < parts.size(); ++i) {
-      parts[i] = {i, i + 2 <= piece.size() ? RankOf(piece.substr(i, 2)) : kNoRank};
+    // Part i is [begin[i], begin[i + 1]), the token id[i]; joined with the next it has rank
+    // pair[i].
+    std::array<uint8_t, kScanParts + 1> begin;
+    std::array<int32_t, kScanParts + 1> id;
+    std::array<int32_t, kScanParts + 1> pair;
+    size_t count = piece.size() + 1;
+    for (size_t i = 0; i < count; ++i) {
+      begin[i] = static_cast<uint8_t>(i);
+      id[i] = i < piece.size() ? short_ranks.OfByte(piece[i]) : kNoRank;
+      pair[i] = i + 2 <= piece.size() ? RankOf(piece.substr(i, 2)) : kNoRank;
     }
     const auto pair_rank = [&](size_t i) {
-      return i + 2 < parts.size()
-                 ? RankOf(piece.substr(parts[i].begin, parts[i + 2].begin - parts[i].begin))
-                 : kNoRank;
+      return i + 2 < count ? RankOf(piece.substr(begin[i], begin[i + 2] - begin[i])) : kNoRank;
     };
     for (;;) {
-      const auto best = std::min_element(
-          parts.begin(), parts.end(), [](const Part& a, const Part& b) { return a.pair < b.pair; });
-      if (best->pair == kNoRank) break;
-      const size_t i = best - parts.begin();
-      parts.erase(best + 1);
-      parts[i].pair = pair_rank(i);
-      if (i > 0) parts[i - 1].pair = pair_rank(i - 1);
+      size_t best = 0;
+      int32_t least = pair[0];
+      for (size_t i = 1; i < count; ++i) {
+        best = pair[i] < least ? i : best;
+        least = std::min(least, pair[i]);
+      }
+      if (least == kNoRank) break;
+      std::copy(begin.begin() + best + 2, begin.begin() + count, begin.begin() + best + 1);
+      std::copy(pair.begin() + best + 2, pair.begin() + count, pair.begin() + best + 1);
+      std::copy(id.begin() + best + 2, id.begin() + count, id.begin() + best + 1);
+      --count;
+      id[best] = pair[best];
+      pair[best] = pair_rank(best);
+      if (best > 0) pair[best - 1] = pair_rank(best - 1);
     }
-    for (size_t i = 0; i + 1 < parts.size(); ++i) {
-      ids->push_back(RankOf(piece.substr(parts[i].begin, parts[i + 1].begin - parts[i].begin)));
-    }
+    ids->insert(ids->end(), id.begin(), id.begin() + count - 1);
   }
 
   // The same merges in O(n log n): a heap of candidate pairs over a linked list of parts; a
@@ -259,14 +419,35 @@ struct Tokenizer::Impl {
 
   // `text`: valid UTF-8 between two cuts or special tokens.
   absl::Status EncodeOrdinary(std::string_view text, std::vector<int32_t>* ids) const {
+    // Words come again: where among the ids the merged pieces of this text lie.
+    struct Where {
+      size_t begin;
+      size_t count;
+    };
+    absl::flat_hash_map<absl::string_view, Where> merged;
     return regex->ForEachMatch(text, [&](std::string_view piece) {
       const int32_t whole = RankOf(piece);
       if (whole != kNoRank) {
         ids->push_back(whole);
-      } else if (piece.size() <= kScanParts) {
+        return;
+      }
+      const size_t begin = ids->size();
+      const bool remembered = piece.size() <= kScanParts && text.size() > kScanParts;
+      if (remembered) {
+        const auto known = merged.find(View(piece));
+        if (known != merged.end()) {
+          const Where where = known->second;
+          for (size_t i = 0; i < where.count; ++i) ids->push_back((*ids)[where.begin + i]);
+          return;
+        }
+      }
+      if (piece.size() <= kScanParts) {
         MergeByScan(piece, ids);
       } else {
         MergeByHeap(piece, ids);
+      }
+      if (remembered && merged.size() < kMaxRemembered) {
+        merged.emplace(View(piece), Where{begin, ids->size() - begin});
       }
     });
   }
@@ -295,6 +476,13 @@ absl::StatusOr<std::unique_ptr<Tokenizer>> Tokenizer::Create(
         source, " has ", ranks.size(), " tokens, more than the model's vocab_size, ", vocab_size));
   }
   const int num_base = static_cast<int>(ranks.size());
+  // Every id gets a name, so a wrong vocab_size must not cost memory that no file accounts for.
+  if (vocab_size - num_base > kMaxSpecials) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(source, " has ", num_base, " tokens, and the model's vocab_size is ",
+                     vocab_size, ", which leaves ", vocab_size - num_base,
+                     " ids for special tokens; at most ", kMaxSpecials, " are expected"));
+  }
   auto impl = std::make_unique<Impl>();
   impl->regex = *regex;
   impl->bytes = std::move(ranks);
@@ -335,6 +523,7 @@ absl::StatusOr<std::unique_ptr<Tokenizer>> Tokenizer::Create(
       impl->longest_rank = std::max(impl->longest_rank, bytes.size());
     }
   }
+  impl->short_ranks.Build(absl::MakeConstSpan(impl->bytes).subspan(0, num_base));
   for (int byte = 0; byte < 256; ++byte) {
     if (!impl->rank_of.contains(std::string(1, static_cast<char>(byte)))) {
       return absl::InvalidArgumentError(absl::StrCat(source, ": no token is the single byte ", byte,
@@ -441,6 +630,9 @@ absl::StatusOr<std::vector<int32_t>> Tokenizer::EncodePieces(
   Cutter cutter;
   std::string joined;  // ordinary text since the last special token
   std::vector<size_t> cuts;
+  size_t bytes = 0;
+  for (const TextPiece& piece : pieces) bytes += piece.text.size();
+  ids.reserve(bytes / 4);
 
   const auto flush = [&]() -> absl::Status {
     size_t begin = 0;
@@ -533,14 +725,15 @@ std::optional<int32_t> Tokenizer::IdOf(std::string_view special_name) const {
   return it->second;
 }
 
-absl::StatusOr<std::vector<std::string_view>> PreTokenize(std::string_view text) {
+absl::StatusOr<std::vector<std::string_view>> PreTokenize(std::string_view text,
+                                                          bool pattern_only) {
   absl::StatusOr<const Regex*> regex = Regex::Get();
   if (!regex.ok()) return regex.status();
   const size_t bad = FindInvalidUtf8(text);
   if (bad != std::string_view::npos) return InvalidUtf8(bad);
   std::vector<std::string_view> pieces;
-  absl::Status status =
-      (*regex)->ForEachMatch(text, [&](std::string_view piece) { pieces.push_back(piece); });
+  absl::Status status = (*regex)->ForEachMatch(
+      text, [&](std::string_view piece) { pieces.push_back(piece); }, pattern_only);
   if (!status.ok()) return status;
   return pieces;
 }

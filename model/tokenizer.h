@@ -81,8 +81,10 @@ class Tokenizer {
 };
 
 // The pieces into which Kimi's pattern cuts `text` (valid UTF-8), as views into it.  For tests and
-// tools.
-absl::StatusOr<std::vector<std::string_view>> PreTokenize(std::string_view text);
+// tools.  `pattern_only`: by the regular expression alone, as a check of the scanner that goes
+// before it.
+absl::StatusOr<std::vector<std::string_view>> PreTokenize(std::string_view text,
+                                                          bool pattern_only = false);
 
 }  // namespace coppice
 

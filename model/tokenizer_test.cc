@@ -1,9 +1,11 @@
 #include "model/tokenizer.h"
 
 #include <cstdio>
+#include <map>
 #include <random>
 #include <set>
 
+#include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "model/test_files.h"
@@ -66,6 +68,34 @@ TEST(PreTokenize, LosesNoByte) {
       joined += piece;
     }
     ASSERT_EQ(joined, text);
+  }
+}
+
+// The scanner that goes before the pattern, on texts mostly of ASCII: every pair and triple of
+// characters that it tells apart, and random ones.
+TEST(PreTokenize, TheScannerCutsAsThePatternDoes) {
+  const auto same = [](const std::string& text) {
+    const auto scanned = PreTokenize(text);
+    const auto matched = PreTokenize(text, /*pattern_only=*/true);
+    ASSERT_TRUE(scanned.ok() && matched.ok());
+    ASSERT_EQ(*scanned, *matched) << testing::PrintToString(text);
+  };
+  const std::vector<std::string> kinds = {
+      "a", "B",      "7",  " ",      "\t",     "\n", "\r", "'",    "s",      "T",      "r",
+      "e", "V",      "l",  "L",      "m",      "D",  ".",  "\x01", "\x1c",   "\x7f",   "\v",
+      "é", "\u0301", "世", "\u3000", "\u00a0", "ſ",  "٣",  "—",    "\u0085", "\u212a", "ǅ"};
+  for (const std::string& a : kinds) {
+    for (const std::string& b : kinds) {
+      for (const std::string& c : kinds) same(a + b + c);
+    }
+  }
+  std::mt19937 random(1);
+  for (int i = 0; i < 100'000; ++i) {
+    std::string text;
+    // The first 22 are ASCII.
+    const size_t among = random() % 3 == 0 ? kinds.size() : 22;
+    for (size_t n = random() % 24; n > 0; --n) text += kinds[random() % among];
+    same(text);
   }
 }
 
@@ -218,10 +248,42 @@ TEST(Tokenizer, HoldsAVocabularyOfKimisSize) {
   for (int i = 0; ranks.size() < 163584; ++i) {
     ranks.push_back({static_cast<char>(i >> 16), static_cast<char>(i >> 8), static_cast<char>(i)});
   }
-  const auto tokenizer = Tokenizer::Create(
-      ranks, {{163585, "[EOS]"}, {163586, "<|im_end|>"}, {163607, "</think>"}, {163839, "[PAD]"}},
-      163840, "kimi");
+  // As config and tokenizer_config.json have them; the gaps between them are reserved ids, so names
+  // cannot be numbered one after another.
+  const std::map<int32_t, std::string> named = {{163584, "[BOS]"},
+                                                {163585, "[EOS]"},
+                                                {163586, "<|im_end|>"},
+                                                {163587, "<|im_user|>"},
+                                                {163588, "<|im_assistant|>"},
+                                                {163590, "<|start_header_id|>"},
+                                                {163591, "<|end_header_id|>"},
+                                                {163593, "[EOT]"},
+                                                {163594, "<|im_system|>"},
+                                                {163595, "<|tool_calls_section_begin|>"},
+                                                {163596, "<|tool_calls_section_end|>"},
+                                                {163597, "<|tool_call_begin|>"},
+                                                {163598, "<|tool_call_argument_begin|>"},
+                                                {163599, "<|tool_call_end|>"},
+                                                {163601, "<|im_middle|>"},
+                                                {163602, "<|media_begin|>"},
+                                                {163603, "<|media_content|>"},
+                                                {163604, "<|media_end|>"},
+                                                {163605, "<|media_pad|>"},
+                                                {163606, "<think>"},
+                                                {163607, "</think>"},
+                                                {163838, "[UNK]"},
+                                                {163839, "[PAD]"}};
+  const auto tokenizer = Tokenizer::Create(ranks, named, 163840, "kimi");
   ASSERT_TRUE(tokenizer.ok()) << tokenizer.status();
+  for (const auto& [id, name] : named) {
+    EXPECT_EQ((*tokenizer)->IdOf(name), id);
+    EXPECT_EQ(*(*tokenizer)->EncodeWithSpecial(name), std::vector<int32_t>{id});
+    // Ordinary text spells it and is never it.
+    EXPECT_EQ((*tokenizer)->Encode(name)->size(), name.size());
+  }
+  for (const int32_t id : {163589, 163592, 163600, 163608, 163837}) {
+    EXPECT_EQ((*tokenizer)->TokenBytes(id), absl::StrCat("<|reserved_token_", id, "|>"));
+  }
   EXPECT_EQ((*tokenizer)->IdOf("</think>"), 163607);
   EXPECT_EQ((*tokenizer)->IdOf("[PAD]"), 163839);
   EXPECT_EQ((*tokenizer)->IdOf("<|reserved_token_163608|>"), 163608);
@@ -254,6 +316,11 @@ TEST(Tokenizer, CutsLongTexts) {
   const auto prompt = *tokenizer->EncodePieces(
       {{words.substr(0, 399'989), false}, {"<|im_end|>", true}, {"aa", false}});
   EXPECT_THAT(std::vector<int32_t>(prompt.end() - 3, prompt.end()), ElementsAre(258, 'a', 'a'));
+}
+
+TEST(TokenizerCreate, AWrongVocabSizeCostsNoMemory) {
+  EXPECT_THAT(std::string(Tokenizer::Create(SingleBytes(), {}, 1 << 24, "t").status().message()),
+              HasSubstr("leaves 16776960 ids for special tokens"));
 }
 
 TEST(TokenizerCreate, SaysWhatIsWrong) {

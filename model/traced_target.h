@@ -28,8 +28,11 @@ struct Trace {
 // All ranks of a target without its pool and features.
 class TracedTarget {
  public:
-  TracedTarget(const std::string& dir, int tp, int max_rows) : max_rows_(max_rows) {
+  TracedTarget(const std::string& dir, int tp, int max_rows,
+               std::optional<double> lora_norm_eps = {})
+      : max_rows_(max_rows) {
     config_ = LoadModelConfig(dir).value();
+    if (lora_norm_eps.has_value()) config_.lora_norm_eps = *lora_norm_eps;
     checkpoint_ = Checkpoint::Open(dir).value();
     tensors_ = FindTargetTensors(*checkpoint_, config_).value();
     group_ = RankGroup::Create(tp).value();

@@ -17,9 +17,37 @@ namespace {
 
 using kernels::kSegments;
 
-constexpr int64_t kGroup = 32;  // inputs per scale of INT4
+constexpr int64_t kGroup = 32;   // inputs per scale of INT4
+constexpr int64_t kBlock = 128;  // rows and columns per scale of FP8
 
 constexpr std::array<DType, 2> kFloats = {DType::kBF16, DType::kF32};
+constexpr std::array<DType, 3> kWeights = {DType::kBF16, DType::kF32, DType::kF8E4M3};
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The 256 values of float8_e4m3fn: bias 7, subnormals in steps of 2^-9, no infinity, NaN all ones.
+const std::array<float, 256>& Fp8Values() {
+  static const std::array<float, 256> values = [] {
+    std::array<float, 256> table;
+    for (int bits = 0; bits < 256; ++bits) {
+      const int exponent = (bits >> 3) & 15;
+      const int mantissa = bits & 7;
+      float value = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
+                                  : std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
+      if ((bits & 0x7F) == 0x7F) value = std::nanf("");
+      table[bits] = (bits & 0x80) != 0 ? -value : value;
+    }
+    return table;
+  }();
+  return values;
+}
+
+// To nearest even; `value` is finite or overflows to infinity.
+uint16_t ToBf16(float value) {
+  uint32_t word;
+  std::memcpy(&word, &value, sizeof(word));
+  return static_cast<uint16_t>((word + 0x7FFF + ((word >> 16) & 1)) >> 16);
+}
 
 // Resolves tensors by name and keeps the first fault, so that a model reads like a list of its
 // tensors.
@@ -44,7 +72,18 @@ class Finder {
             "); the checkpoint is incomplete or not of this model")));
         return matrix;
       }
-      matrix.weight = Get(plain, kFloats, {rows, cols});
+      matrix.weight = Get(plain, kWeights, {rows, cols});
+      const std::string scale_inv = plain + "_scale_inv";
+      if (!status_.ok()) return matrix;
+      if (matrix.weight.dtype == DType::kF8E4M3) {
+        matrix.scales =
+            Get(scale_inv, {DType::kF32}, {CeilDiv(rows, kBlock), CeilDiv(cols, kBlock)});
+      } else if (checkpoint_.Contains(prefix_ + scale_inv)) {
+        Fail(absl::InvalidArgumentError(absl::StrCat(
+            matrix.weight.file, ": tensor ", matrix.weight.name, " is ",
+            DTypeName(matrix.weight.dtype), ", but there is a ", scale_inv,
+            "; only F8_E4M3 weights have one, so it is not known whether it was applied")));
+      }
       return matrix;
     }
     if (checkpoint_.Contains(prefix_ + plain)) {
@@ -69,14 +108,25 @@ class Finder {
     MlpTensors mlp{.gate = Matrix(name + ".gate_proj", intermediate, hidden),
                    .up = Matrix(name + ".up_proj", intermediate, hidden),
                    .down = Matrix(name + ".down_proj", hidden, intermediate)};
-    if (mlp.gate.scales.has_value() != mlp.up.scales.has_value() ||
-        mlp.gate.weight.dtype != mlp.up.weight.dtype) {
-      Fail(absl::InvalidArgumentError(
-          absl::StrCat(checkpoint_.dir(), ": ", prefix_, name,
-                       ".gate_proj and .up_proj are stored differently; both must "
-                       "be packed, or both of one dtype")));
-    }
+    CheckAlike({&mlp.gate, &mlp.up}, absl::StrCat(prefix_, name, ".gate_proj and .up_proj"));
     return mlp;
+  }
+
+  // Matrices that are multiplied together must reach the backend in one encoding.
+  void CheckAlike(std::initializer_list<const CheckpointMatrix*> matrices,
+                  const std::string& what) {
+    if (!status_.ok()) return;
+    const auto encoding = [](const CheckpointMatrix& matrix) {
+      using Form = CheckpointMatrix::Form;
+      return matrix.form() == Form::kFp8 ? Form::kBf16 : matrix.form();
+    };
+    for (const CheckpointMatrix* matrix : matrices) {
+      if (encoding(*matrix) == encoding(**matrices.begin())) continue;
+      Fail(absl::InvalidArgumentError(
+          absl::StrCat(checkpoint_.dir(), ": ", what,
+                       " are stored differently; all must be packed, or all of one dtype (FP8 and "
+                       "BF16 count as one)")));
+    }
   }
 
   void Fail(absl::Status status) {
@@ -206,13 +256,13 @@ Range Share(int64_t size, const kernels::Ops& ops) {
 
 // Matrices under each other as one.  All parts have the same encoding and columns and begin at
 // column 0.
-absl::StatusOr<std::unique_ptr<kernels::Matrix>> Stack(
-    kernels::Ops& ops, absl::Span<const kernels::HostMatrix> parts) {
+absl::StatusOr<std::unique_ptr<kernels::Matrix>> Stack(kernels::Ops& ops,
+                                                       absl::Span<const MatrixPart> parts) {
   using Encoding = kernels::HostMatrix::Encoding;
-  if (parts.size() == 1) return ops.Prepare(parts[0]);
-  kernels::HostMatrix whole = parts[0];
-  for (const kernels::HostMatrix& part : parts) {
-    if (part.encoding != whole.encoding) {
+  if (parts.size() == 1) return ops.Prepare(parts[0].matrix);
+  kernels::HostMatrix whole = parts[0].matrix;
+  for (const MatrixPart& part : parts) {
+    if (part.matrix.encoding != whole.encoding) {
       return absl::InvalidArgumentError(
           "weights that are multiplied together are stored in different dtypes");
     }
@@ -222,11 +272,11 @@ absl::StatusOr<std::unique_ptr<kernels::Matrix>> Stack(
       packed ? whole.cols / 2 : whole.cols * (whole.encoding == Encoding::kF32 ? 4 : 2);
   const int64_t scale_row_bytes = packed ? whole.cols / kGroup * 2 : 0;
   whole.rows = 0;
-  for (const kernels::HostMatrix& part : parts) whole.rows += part.rows;
+  for (const MatrixPart& part : parts) whole.rows += part.matrix.rows;
   std::vector<std::byte> data(whole.rows * row_bytes);
   std::vector<std::byte> scales(whole.rows * scale_row_bytes);
   int64_t row = 0;
-  for (const kernels::HostMatrix& part : parts) {
+  for (const auto& [part, decoded] : parts) {
     for (int64_t i = 0; i < part.rows; ++i, ++row) {
       std::memcpy(data.data() + row * row_bytes,
                   static_cast<const std::byte*>(part.data) + i * part.row_bytes, row_bytes);
@@ -244,6 +294,33 @@ absl::StatusOr<std::unique_ptr<kernels::Matrix>> Stack(
   return ops.Prepare(whole);
 }
 
+// INVALID_ARGUMENT where a scale is so large that a weight it is multiplied with would leave bf16's
+// range, which only a damaged file has.
+absl::Status CheckScales(const TensorView& tensor) {
+  constexpr float kMax = 3.3895314e38f;  // of bf16
+  const bool fp8 = absl::EndsWith(tensor.name, ".weight_scale_inv");
+  if (!fp8 && !absl::EndsWith(tensor.name, ".weight_scale")) return absl::OkStatus();
+  const float limit = fp8 ? kMax / 448 : kMax / 8;
+  for (int64_t i = 0; i < tensor.num_elements(); ++i) {
+    float scale;
+    if (tensor.dtype == DType::kF32) {
+      std::memcpy(&scale, tensor.data + i * 4, sizeof(scale));
+    } else {
+      uint16_t half;
+      std::memcpy(&half, tensor.data + i * 2, sizeof(half));
+      const uint32_t word = static_cast<uint32_t>(half) << 16;
+      std::memcpy(&scale, &word, sizeof(scale));
+    }
+    if (std::abs(scale) > limit) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(tensor.file, ": tensor ", tensor.name, " has the scale ", scale,
+                       " (element ", i, " of ", tensor.num_elements(),
+                       "), beyond which weights are not finite: the checkpoint is damaged"));
+    }
+  }
+  return absl::OkStatus();
+}
+
 // Prepares one rank's weights and keeps the first fault.
 class Loader {
  public:
@@ -257,6 +334,7 @@ class Loader {
     for (size_t i = ops_.rank(); i < tensors.size(); i += ops_.ranks()) {
       if (!status_.ok()) return bytes;
       Fail(CheckFinite(*tensors[i]));
+      Fail(CheckScales(*tensors[i]));
       bytes += static_cast<int64_t>(tensors[i]->bytes);
     }
     return bytes;
@@ -285,10 +363,10 @@ class Loader {
   std::unique_ptr<kernels::Matrix> Rows(const CheckpointMatrix& matrix, Range rows) {
     return Stacked({matrix.Part(rows.begin, rows.count, 0, matrix.cols)});
   }
-  std::unique_ptr<kernels::Matrix> Stacked(std::initializer_list<kernels::HostMatrix> parts) {
+  std::unique_ptr<kernels::Matrix> Stacked(std::initializer_list<MatrixPart> parts) {
     return Stacked(absl::MakeConstSpan(parts.begin(), parts.size()));
   }
-  std::unique_ptr<kernels::Matrix> Stacked(absl::Span<const kernels::HostMatrix> parts) {
+  std::unique_ptr<kernels::Matrix> Stacked(absl::Span<const MatrixPart> parts) {
     if (!status_.ok()) return nullptr;
     return Value(Stack(ops_, parts));
   }
@@ -379,27 +457,68 @@ absl::Status CheckTp(int tp) {
 
 }  // namespace
 
-kernels::HostMatrix CheckpointMatrix::Part(int64_t row, int64_t row_count, int64_t col,
-                                           int64_t col_count) const {
+CheckpointMatrix::Form CheckpointMatrix::form() const {
+  switch (weight.dtype) {
+    case DType::kF32:
+      return Form::kF32;
+    case DType::kI32:
+      return Form::kInt4;
+    case DType::kF8E4M3:
+      return Form::kFp8;
+    default:
+      return Form::kBf16;
+  }
+}
+
+MatrixPart CheckpointMatrix::Part(int64_t row, int64_t row_count, int64_t col,
+                                  int64_t col_count) const {
   using Encoding = kernels::HostMatrix::Encoding;
-  kernels::HostMatrix part;
+  MatrixPart result;
+  kernels::HostMatrix& part = result.matrix;
   part.rows = row_count;
   part.cols = col_count;
-  if (scales.has_value()) {
-    const int64_t group = col / kGroup;
-    part.encoding = Encoding::kInt4Group32;
-    part.row_bytes = cols / 2;
-    part.data = weight.data + row * part.row_bytes + group * (kGroup / 2);
-    part.scale_row_bytes = cols / kGroup * 2;
-    part.scales = scales->data + row * part.scale_row_bytes + group * 2;
-    part.first_col = col % kGroup;
-    return part;
+  switch (form()) {
+    case Form::kInt4: {
+      const int64_t group = col / kGroup;
+      part.encoding = Encoding::kInt4Group32;
+      part.row_bytes = cols / 2;
+      part.data = weight.data + row * part.row_bytes + group * (kGroup / 2);
+      part.scale_row_bytes = cols / kGroup * 2;
+      part.scales = scales->data + row * part.scale_row_bytes + group * 2;
+      part.first_col = col % kGroup;
+      break;
+    }
+    case Form::kFp8: {
+      const std::array<float, 256>& values = Fp8Values();
+      const int64_t blocks = CeilDiv(cols, kBlock);  // of one row
+      auto decoded = std::make_shared<std::vector<uint16_t>>(row_count * col_count);
+      uint16_t* out = decoded->data();
+      for (int64_t r = row; r < row + row_count; ++r) {
+        const std::byte* in = weight.data + r * cols;
+        const std::byte* row_scales = scales->data + r / kBlock * blocks * sizeof(float);
+        for (int64_t c = col; c < col + col_count;) {
+          float scale;
+          std::memcpy(&scale, row_scales + c / kBlock * sizeof(float), sizeof(scale));
+          const int64_t end = std::min((c / kBlock + 1) * kBlock, col + col_count);
+          for (; c < end; ++c) *out++ = ToBf16(values[std::to_integer<uint8_t>(in[c])] * scale);
+        }
+      }
+      part.encoding = Encoding::kBf16;
+      part.row_bytes = col_count * static_cast<int64_t>(sizeof(uint16_t));
+      part.data = decoded->data();
+      result.decoded = std::move(decoded);
+      break;
+    }
+    case Form::kBf16:
+    case Form::kF32: {
+      const int64_t size = form() == Form::kF32 ? 4 : 2;
+      part.encoding = form() == Form::kF32 ? Encoding::kF32 : Encoding::kBf16;
+      part.row_bytes = cols * size;
+      part.data = weight.data + row * part.row_bytes + col * size;
+      break;
+    }
   }
-  const int64_t size = weight.dtype == DType::kF32 ? 4 : 2;
-  part.encoding = weight.dtype == DType::kF32 ? Encoding::kF32 : Encoding::kBf16;
-  part.row_bytes = cols * size;
-  part.data = weight.data + row * part.row_bytes + col * size;
-  return part;
+  return result;
 }
 
 const uint16_t* EmbeddingTable(const EmbeddingTensors& tensors, std::vector<uint16_t>& copy) {
@@ -443,11 +562,8 @@ absl::StatusOr<TargetTensors> FindTargetTensors(const Checkpoint& checkpoint,
                     config.kv_lora_rank);
     t.o = find.Matrix(attention + "o_proj", hidden, heads * config.v_head_dim);
     t.post_norm = find.Vector(layer + "post_attention_layernorm.weight", hidden);
-    if (find.status().ok() && t.q_a.weight.dtype != t.kv_a.weight.dtype) {
-      find.Fail(absl::InvalidArgumentError(
-          absl::StrCat(t.q_a.weight.file, ": q_a_proj and kv_a_proj_with_mqa of layer ", l,
-                       " are stored differently; they must have one dtype")));
-    }
+    find.CheckAlike({&t.q_a, &t.kv_a},
+                    absl::StrCat("q_a_proj and kv_a_proj_with_mqa of layer ", l));
     if (!config.is_moe_layer(l)) {
       t.dense = find.Mlp(mlp, hidden, config.intermediate_size);
       continue;
@@ -497,12 +613,7 @@ absl::StatusOr<DraftTensors> FindDraftTensors(const Checkpoint& checkpoint,
     t.o = find.Matrix(attention + "o_proj", hidden, q_dim);
     t.post_norm = find.Vector(layer + "post_attention_layernorm.weight", hidden);
     t.mlp = find.Mlp(layer + "mlp", hidden, config.intermediate_size);
-    if (find.status().ok() &&
-        (t.q.weight.dtype != t.k.weight.dtype || t.q.weight.dtype != t.v.weight.dtype)) {
-      find.Fail(absl::InvalidArgumentError(
-          absl::StrCat(t.q.weight.file, ": q_proj, k_proj and v_proj of layer ", l,
-                       " are stored differently; they must have one dtype")));
-    }
+    find.CheckAlike({&t.q, &t.k, &t.v}, absl::StrCat("q_proj, k_proj and v_proj of layer ", l));
   }
   tensors.final_norm = find.Vector("norm.weight", hidden);
   if (!find.status().ok()) return find.status();
@@ -655,6 +766,40 @@ int64_t LoadBytes(const TargetTensors& tensors) {
   return bytes;
 }
 
+int64_t CountUnused(const Checkpoint& checkpoint, const TargetTensors& tensors) {
+  absl::flat_hash_set<std::string> used;
+  const auto use = [&](absl::Span<const TensorView* const> all) {
+    for (const TensorView* tensor : all) {
+      used.insert(tensor->name);
+      // Read while tensors are found, and not kept.
+      if (absl::EndsWith(tensor->name, ".weight_packed")) {
+        used.insert(absl::StrCat(tensor->name.substr(0, tensor->name.size() - 6), "shape"));
+      }
+    }
+  };
+  use(ListOutside(tensors));
+  for (const TargetLayerTensors& layer : tensors.layers) use(List(layer));
+  int64_t unused = 0;
+  for (const TensorView& tensor : checkpoint.tensors()) unused += !used.contains(tensor.name);
+  return unused;
+}
+
+absl::Status CheckValues(const TargetTensors& tensors) {
+  const auto check = [](absl::Span<const TensorView* const> all) {
+    for (const TensorView* tensor : all) {
+      absl::Status status = CheckFinite(*tensor);
+      if (status.ok()) status = CheckScales(*tensor);
+      if (!status.ok()) return status;
+    }
+    return absl::OkStatus();
+  };
+  absl::Status status = check(ListOutside(tensors));
+  for (const TargetLayerTensors& layer : tensors.layers) {
+    if (status.ok()) status = check(List(layer));
+  }
+  return status;
+}
+
 absl::StatusOr<TargetWeights> LoadTargetWeights(const TargetTensors& tensors,
                                                 const ModelConfig& config, kernels::Ops& ops,
                                                 LoadProgress& progress) {
@@ -672,8 +817,8 @@ absl::StatusOr<TargetWeights> LoadTargetWeights(const TargetTensors& tensors,
     const int64_t head_rows = nope + config.v_head_dim;
     const Range heads = Share(config.num_attention_heads, ops);
     for (int64_t h = heads.begin; h < heads.begin + heads.count; ++h) {
-      kernels::HostMatrix w_uk = t.kv_b.Part(h * head_rows, nope, 0, t.kv_b.cols);
-      w_uk.transposed = true;
+      MatrixPart w_uk = t.kv_b.Part(h * head_rows, nope, 0, t.kv_b.cols);
+      w_uk.matrix.transposed = true;
       w.w_uk.push_back(load.Stacked({w_uk}));
       w.w_uv.push_back(load.Rows(t.kv_b, {h * head_rows + nope, config.v_head_dim}));
     }
@@ -739,7 +884,7 @@ absl::StatusOr<DraftWeights> LoadDraftWeights(const DraftTensors& tensors,
   const auto kv_part = [&](const CheckpointMatrix& matrix) {
     return matrix.Part(kv.first * dim, kv.count * dim, 0, matrix.cols);
   };
-  std::vector<kernels::HostMatrix> context;
+  std::vector<MatrixPart> context;
   for (const DraftLayerTensors& t : tensors.layers) {
     context.push_back(kv_part(t.k));
     context.push_back(kv_part(t.v));

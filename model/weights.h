@@ -25,17 +25,33 @@ namespace coppice {
 
 // ---- In the files
 
-// A weight matrix [rows, cols] as the files hold it: bf16, fp32, or INT4 with one bf16 scale per 32
-// inputs.
+// A rectangle of a weight, ready for Ops::Prepare.  It points into the file's mapping or, where the
+// file's form is none that backends multiply, into `decoded`, which copies share.
+struct MatrixPart {
+  kernels::HostMatrix matrix;
+  std::shared_ptr<const std::vector<uint16_t>> decoded;
+};
+
+// A weight matrix [rows, cols] as the files hold it.  The tensors that are there decide the form,
+// tensor by tensor; no pattern of quantization_config is evaluated.
 struct CheckpointMatrix {
+  enum class Form {
+    kBf16,
+    kF32,
+    kInt4,  // pack-quantized, with one bf16 scale per 32 inputs
+    kFp8,   // E4M3 with one fp32 scale per block of 128 x 128, which the value is multiplied by
+  };
   int64_t rows = 0;
   int64_t cols = 0;
   TensorView weight;                 // NAME.weight or NAME.weight_packed
-  std::optional<TensorView> scales;  // NAME.weight_scale, where packed
+  std::optional<TensorView> scales;  // NAME.weight_scale (kInt4) or NAME.weight_scale_inv (kFp8)
 
-  // The rectangle of `row_count` × `col_count` elements from (row, col).
-  kernels::HostMatrix Part(int64_t row, int64_t row_count, int64_t col, int64_t col_count) const;
-  kernels::HostMatrix Whole() const { return Part(0, rows, 0, cols); }
+  Form form() const;
+  // The rectangle of `row_count` × `col_count` elements from (row, col).  FP8 is decoded to bf16
+  // here (value * scale in fp32, rounded to nearest even, as the reference dequantises), so it
+  // costs two bytes an element for as long as the part lives.
+  MatrixPart Part(int64_t row, int64_t row_count, int64_t col, int64_t col_count) const;
+  MatrixPart Whole() const { return Part(0, rows, 0, cols); }
 };
 
 struct MlpTensors {
@@ -229,6 +245,12 @@ class LoadProgress {
 
 // Bytes that Load… of all ranks together report to `progress`.
 int64_t LoadBytes(const TargetTensors& tensors);
+
+// Tensors of the checkpoint that the model does not have.
+int64_t CountUnused(const Checkpoint& checkpoint, const TargetTensors& tensors);
+
+// What loading refuses of the tensors' values: INVALID_ARGUMENT names file, tensor and element.
+absl::Status CheckValues(const TargetTensors& tensors);
 
 // Called once per rank, by all ranks of the group at the same time or one after another: each
 // checks the values of its share of the tensors, layer by layer, just before the layer is sliced,

@@ -403,6 +403,115 @@ TEST(Ranks, WhatCannotBeShared) {
               HasSubstr("intermediate_size of the drafter"));
 }
 
+constexpr char kFp8Model[] = "tests/goldens/models/instruct";
+
+class BrokenFp8 : public ::testing::Test {
+ protected:
+  EditableCheckpoint checkpoint_{kFp8Model};
+};
+
+TEST_F(BrokenFp8, ScalesAreMissingMisshapenOrOfAnotherDtype) {
+  for (const char* name :
+       {"model.layers.1.self_attn.kv_a_proj_with_mqa.weight", "model.layers.0.mlp.up_proj.weight",
+        "model.layers.1.mlp.experts.3.down_proj.weight"}) {
+    const std::string scales = absl::StrCat(name, "_scale_inv");
+    EditableCheckpoint broken = checkpoint_;
+    broken.tensors.erase(scales);
+    EXPECT_THAT(std::string(LoadEdited(broken).message()), HasSubstr(scales));
+    broken = checkpoint_;
+    std::swap(broken[scales].shape[0], broken[scales].shape[1]);
+    broken[scales].shape.push_back(1);
+    EXPECT_THAT(std::string(LoadEdited(broken).message()),
+                AllOf(HasSubstr(scales), HasSubstr("expected F32 [")));
+    broken = checkpoint_;
+    broken[scales].dtype = "I32";
+    EXPECT_THAT(std::string(LoadEdited(broken).message()),
+                AllOf(HasSubstr(scales), HasSubstr("I32")));
+  }
+}
+
+// Blocks of a matrix whose rows are no multiple of 128: [80, 136] has [1, 2] of them.
+TEST_F(BrokenFp8, RaggedBlocksAreRoundedUp) {
+  EXPECT_EQ(checkpoint_["model.layers.1.self_attn.kv_a_proj_with_mqa.weight_scale_inv"].shape,
+            (std::vector<int64_t>{1, 2}));
+  EXPECT_EQ(checkpoint_["model.layers.0.mlp.gate_proj.weight_scale_inv"].shape,
+            (std::vector<int64_t>{2, 2}));
+}
+
+TEST_F(BrokenFp8, ValuesThatAreNotFinite) {
+  const std::string weight = "model.layers.1.mlp.experts.5.up_proj.weight";
+  for (const char nan : {'\x7F', '\xFF'}) {
+    EditableCheckpoint broken = checkpoint_;
+    broken[weight].bytes.back() = nan;
+    EXPECT_THAT(std::string(LoadEdited(broken, 2).message()),
+                AllOf(HasSubstr(weight), HasSubstr("not finite")));
+  }
+  for (const float scale : {NAN, INFINITY, 1e37f, -1e37f}) {
+    EditableCheckpoint broken = checkpoint_;
+    SetF32(broken[weight + "_scale_inv"], 1, scale);
+    EXPECT_THAT(std::string(LoadEdited(broken, 2).message()), HasSubstr(weight + "_scale_inv"));
+  }
+}
+
+// The values of E4M3, each as bf16: decoding is checked against an independent reading of the bits.
+TEST_F(BrokenFp8, DecodesEveryValue) {
+  std::string codes(256, '\0');
+  for (int i = 0; i < 256; ++i) codes[i] = static_cast<char>(i);
+  const float scales[2] = {0.37f, -3.0f};
+  CheckpointMatrix matrix{.rows = 1, .cols = 256, .weight = {}, .scales = TensorView()};
+  matrix.weight.dtype = DType::kF8E4M3;
+  matrix.weight.data = reinterpret_cast<const std::byte*>(codes.data());
+  matrix.scales->data = reinterpret_cast<const std::byte*>(scales);
+  ASSERT_EQ(matrix.form(), CheckpointMatrix::Form::kFp8);
+  const MatrixPart part = matrix.Part(0, 1, 3, 250);
+  ASSERT_EQ(part.decoded->size(), 250u);
+  for (int i = 3; i < 253; ++i) {
+    if ((i & 127) == 127) continue;  // NaN
+    const int exponent = i >> 3 & 15;
+    const double magnitude =
+        exponent == 0 ? (i & 7) / 512.0 : (1 + (i & 7) / 8.0) * std::pow(2.0, exponent - 7);
+    const float value = static_cast<float>(i >= 128 ? -magnitude : magnitude);
+    EXPECT_EQ((*part.decoded)[i - 3], ToBf16(value * scales[i / 128])) << i;
+  }
+}
+
+TEST_F(BrokenFp8, AScaleBesideAWeightThatNeedsNone) {
+  const std::string name = "model.layers.1.mlp.gate.weight";
+  checkpoint_.tensors[name + "_scale_inv"] = {"F32", {1, 2}, std::string(8, '\0')};
+  EXPECT_THAT(std::string(LoadEdited(checkpoint_).message()),
+              AllOf(HasSubstr(name), HasSubstr("is BF16, but there is a"),
+                    HasSubstr("not known whether it was applied")));
+}
+
+TEST_F(BrokenTarget, ScalesBeyondBf16) {
+  const std::string name = absl::StrCat(kLayer1, "mlp.experts.7.down_proj.weight_scale");
+  SetBf16(checkpoint_[name], 3, 0x7F7F);
+  EXPECT_THAT(std::string(LoadEdited(checkpoint_).message()),
+              AllOf(HasSubstr(name), HasSubstr("element 3 of 128")));
+}
+
+TEST(LoraNormEps, IsASettingThatTheFingerprintSees) {
+  TargetOptions options{.model_dir = "tests/goldens/models/experts384",
+                        .drafter_dir = "",
+                        .tp = 1,
+                        .page_size = 64,
+                        .pages = 4,
+                        .max_rows = 64,
+                        .progress = nullptr};
+  const auto engines = Target::Load(options);
+  options.lora_norm_eps = 1e-6;
+  const auto transformers = Target::Load(options);
+  ASSERT_TRUE(engines.ok() && transformers.ok());
+  EXPECT_EQ((*engines)->config().lora_norm_eps, 1e-3);
+  EXPECT_EQ((*transformers)->config().lora_norm_eps, 1e-6);
+  EXPECT_NE((*engines)->fingerprint(), (*transformers)->fingerprint());
+  EXPECT_NE(Logits(**engines), Logits(**transformers));
+  for (const double bad : {0.0, -1.0, 2.0, static_cast<double>(NAN)}) {
+    options.lora_norm_eps = bad;
+    EXPECT_THAT(std::string(Target::Load(options).status().message()), HasSubstr("lora_norm_eps"));
+  }
+}
+
 class BrokenDrafter : public ::testing::Test {
  protected:
   EditableCheckpoint checkpoint_{kDrafter};

@@ -25,6 +25,7 @@ Command AddDown(FlagParser* flags);
 Command AddGenerate(FlagParser* flags);
 Command AddChat(FlagParser* flags);
 Command AddStatus(FlagParser* flags);
+Command AddInspect(FlagParser* flags);
 
 // Prints "coppice: SENTENCE" and returns `code`.
 int Fail(const std::string& sentence, int code = 1);

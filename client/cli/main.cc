@@ -14,8 +14,8 @@ int Main(int argc, char** argv) {
   FlagParser flags("coppice", "Runs a Coppice cluster and talks to it.");
   std::string log_level = "warning";
   flags.AddChoice("log-level", &log_level, LogLevels(), "the least severe messages shown");
-  const std::vector<Command> commands = {AddUp(&flags), AddDown(&flags), AddGenerate(&flags),
-                                         AddChat(&flags), AddStatus(&flags)};
+  const std::vector<Command> commands = {AddUp(&flags),   AddDown(&flags),   AddGenerate(&flags),
+                                         AddChat(&flags), AddStatus(&flags), AddInspect(&flags)};
   flags.app().require_subcommand(0, 1);
   if (const auto code = flags.Parse(argc, argv)) return *code;
   InitLogging("coppice", log_level);

@@ -3,7 +3,10 @@
 #include <algorithm>
 
 #include "absl/status/status.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "model/sampling.h"
 #include "nlohmann/json.hpp"
 
 namespace coppice::cli {
@@ -71,6 +74,23 @@ absl::Status ParseToolCalls(const json& calls, const std::string& where, v1::Cha
   return absl::OkStatus();
 }
 
+// A list of parts, as OpenAI has it: {"type": "text", "text": …} or {"type": "image_url", …}.
+absl::Status ParseParts(const json& parts, const std::string& where, v1::ChatMessage* message) {
+  for (const json& part : parts) {
+    const bool typed = part.is_object() && part.contains("type") && part["type"].is_string();
+    const std::string type = typed ? part["type"].get<std::string>() : "";
+    if (type == "text" && part.contains("text") && part["text"].is_string()) {
+      message->add_parts()->set_text(part["text"].get<std::string>());
+    } else if (type == "image_url" || type == "image") {
+      message->add_parts()->mutable_image();  // which the router refuses by name
+    } else {
+      return absl::InvalidArgumentError(absl::StrCat(
+          where, ": a part of \"content\" must be an object {\"type\": \"text\", \"text\": …}"));
+    }
+  }
+  return absl::OkStatus();
+}
+
 absl::Status ParseMessage(const json& in, const std::string& where, v1::ChatMessage* out) {
   if (!in.is_object()) {
     return absl::InvalidArgumentError(
@@ -84,12 +104,16 @@ absl::Status ParseMessage(const json& in, const std::string& where, v1::ChatMess
     reader.Complain("role", "system, user, assistant or tool");
   }
   out->set_role(role);
-  out->set_content(reader.Text("content"));
+  const bool parts = in.contains("content") && in["content"].is_array();
+  if (!parts) out->set_content(reader.Text("content"));
   out->set_name(reader.Text("name"));
   out->set_reasoning(
       reader.Text(reader.Has("reasoning_content") ? "reasoning_content" : "reasoning"));
   out->set_tool_call_id(reader.Text("tool_call_id"));
   if (!reader.status().ok()) return reader.status();
+  if (parts) {
+    if (absl::Status status = ParseParts(in["content"], where, out); !status.ok()) return status;
+  }
   return reader.Has("tool_calls") ? ParseToolCalls(in["tool_calls"], where, out) : absl::OkStatus();
 }
 
@@ -104,6 +128,24 @@ CLI::Validator Between(double low, double high) {
       absl::StrCat("FLOAT in [", low, " - ", high, "]"), "between");
 }
 
+bool ReadLogitBias(const std::string& text, uint32_t* id, float* bias) {
+  const std::vector<std::string> parts = absl::StrSplit(text, '=');
+  return parts.size() == 2 && absl::SimpleAtoi(parts[0], id) && absl::SimpleAtof(parts[1], bias) &&
+         *bias >= -kLargestLogitBias && *bias <= kLargestLogitBias;
+}
+
+CLI::Validator LogitBias() {
+  return CLI::Validator(
+      [](std::string& given) -> std::string {
+        uint32_t id = 0;
+        float bias = 0;
+        if (ReadLogitBias(given, &id, &bias)) return "";
+        return absl::StrCat("takes a token id, '=' and a number from ", -kLargestLogitBias, " to ",
+                            kLargestLogitBias, ", not '", given, "'");
+      },
+      "ID=BIAS", "logit bias");
+}
+
 }  // namespace
 
 void RequestFlags::AddTo(FlagParser* flags, CLI::App* command) {
@@ -114,6 +156,29 @@ void RequestFlags::AddTo(FlagParser* flags, CLI::App* command) {
   flags->Add("top-p", &top_p_, "keep the likeliest tokens up to this probability", command)
       ->check(Between(0, 1));
   flags->Add("top-k", &top_k_, "keep this many likeliest tokens; 0: all", command);
+  flags
+      ->Add("min-p", &min_p_, "keep tokens at least so many times as likely as the likeliest",
+            command)
+      ->check(Between(0, 1));
+  flags
+      ->Add("repetition-penalty", &repetition_penalty_,
+            "divide logits of tokens of prompt and reply by this; 1: off", command)
+      ->check(Between(1e-6, 1e6));
+  flags
+      ->Add("frequency-penalty", &frequency_penalty_,
+            "take this off a token's logit for each occurrence in the reply", command)
+      ->check(Between(-2, 2));
+  flags
+      ->Add("presence-penalty", &presence_penalty_,
+            "take this off the logits of tokens that the reply has", command)
+      ->check(Between(-2, 2));
+  command
+      ->add_option("--logit-bias", logit_bias_,
+                   "ID=BIAS: add BIAS, -100 to 100, to a token's logit; may be given several times")
+      ->envname("COPPICE_LOGIT_BIAS")
+      ->check(LogitBias())
+      ->allow_extra_args(false);
+  flags->Add("min-tokens", &min_tokens_, "least tokens to generate", command);
   seed_option_ = command->add_option("--seed", seed_, "same seed, same tokens (default: drawn)")
                      ->envname("COPPICE_SEED");
   command->add_option("--stop", stop_, "end before this text; may be given several times")
@@ -127,7 +192,7 @@ void RequestFlags::AddTo(FlagParser* flags, CLI::App* command) {
                          ->add_option("--logprobs", logprobs_,
                                       "log-probability of each token and of so many alternatives")
                          ->envname("COPPICE_LOGPROBS")
-                         ->check(CLI::Range(0, 20));
+                         ->check(CLI::Range(0, kMaxLogProbs));
   flags->AddChoice("speculation", &speculation_, {"off", "chain", "tree", "auto"},
                    "how rounds are drafted; auto: the cost model decides (default: the router's)",
                    command);
@@ -143,6 +208,23 @@ v1::GenerateRequest RequestFlags::Request() const {
   request.set_temperature(static_cast<float>(temperature_));
   request.set_top_p(static_cast<float>(top_p_));
   request.set_top_k(top_k_);
+  if (min_p_ != 0) request.set_min_p(static_cast<float>(min_p_));
+  if (repetition_penalty_ != 1) {
+    request.set_repetition_penalty(static_cast<float>(repetition_penalty_));
+  }
+  if (frequency_penalty_ != 0) {
+    request.set_frequency_penalty(static_cast<float>(frequency_penalty_));
+  }
+  if (presence_penalty_ != 0) request.set_presence_penalty(static_cast<float>(presence_penalty_));
+  for (const std::string& text : logit_bias_) {
+    uint32_t id = 0;
+    float bias = 0;
+    if (!ReadLogitBias(text, &id, &bias)) continue;  // the flag's check has seen to that
+    v1::LogitBias* entry = request.add_logit_bias();
+    entry->set_token(id);
+    entry->set_bias(bias);
+  }
+  request.set_min_tokens(min_tokens_);
   if (seed_option_->count() > 0) request.set_seed(seed_);
   for (const std::string& stop : stop_) request.add_stop(stop);
   for (const uint32_t id : stop_ids_) request.add_stop_token_ids(id);
@@ -171,7 +253,10 @@ absl::StatusOr<v1::Chat> ParseChat(const std::string& text, const std::string& w
   if (!bare) {
     Reader reader(in, what);
     reader.Know({"messages", "tools", "thinking", "preserve_thinking"});
-    if (reader.Has("tools")) chat.set_tools_json(in["tools"].dump());
+    if (reader.Has("tools")) {
+      // With the keys in the caller's order, in which some releases declare tools.
+      chat.set_tools_json(nlohmann::ordered_json::parse(text)["tools"].dump());
+    }
     if (reader.Has("thinking")) chat.set_thinking(reader.Flag("thinking"));
     if (reader.Has("preserve_thinking")) {
       chat.set_preserve_thinking(reader.Flag("preserve_thinking"));

@@ -23,6 +23,12 @@ class RequestFlags {
   double temperature_ = 0;
   double top_p_ = 1;
   uint32_t top_k_ = 0;
+  double min_p_ = 0;
+  double repetition_penalty_ = 1;
+  double frequency_penalty_ = 0;
+  double presence_penalty_ = 0;
+  std::vector<std::string> logit_bias_;  // ID=BIAS
+  uint32_t min_tokens_ = 0;
   uint64_t seed_ = 0;
   std::vector<std::string> stop_;
   std::vector<uint32_t> stop_ids_;
@@ -37,8 +43,8 @@ class RequestFlags {
 };
 
 // A conversation from JSON text: an array of messages {role, content, name?, reasoning?,
-// tool_calls?, tool_call_id?}, or an object {messages, tools?, thinking?, preserve_thinking?}.
-// `what` names the text in errors.
+// tool_calls?, tool_call_id?}, content being text or a list of parts {type, text}, or an object
+// {messages, tools?, thinking?, preserve_thinking?}. `what` names the text in errors.
 absl::StatusOr<v1::Chat> ParseChat(const std::string& text, const std::string& what);
 
 }  // namespace coppice::cli

@@ -48,6 +48,20 @@ TEST_F(RequestFlagsTest, EveryFlagReachesTheRequest) {
                    "0.9",
                    "--top-k",
                    "40",
+                   "--min-p",
+                   "0.05",
+                   "--repetition-penalty",
+                   "1.1",
+                   "--frequency-penalty",
+                   "-0.5",
+                   "--presence-penalty",
+                   "0.25",
+                   "--logit-bias",
+                   "7=-100",
+                   "--logit-bias",
+                   "9=2.5",
+                   "--min-tokens",
+                   "3",
                    "--seed",
                    "0",
                    "--stop",
@@ -74,6 +88,15 @@ TEST_F(RequestFlagsTest, EveryFlagReachesTheRequest) {
   EXPECT_FLOAT_EQ(request.temperature(), 0.8f);
   EXPECT_FLOAT_EQ(request.top_p(), 0.9f);
   EXPECT_EQ(request.top_k(), 40u);
+  EXPECT_FLOAT_EQ(request.min_p(), 0.05f);
+  EXPECT_FLOAT_EQ(request.repetition_penalty(), 1.1f);
+  EXPECT_FLOAT_EQ(request.frequency_penalty(), -0.5f);
+  EXPECT_FLOAT_EQ(request.presence_penalty(), 0.25f);
+  ASSERT_EQ(request.logit_bias_size(), 2);
+  EXPECT_EQ(request.logit_bias(0).token(), 7u);
+  EXPECT_FLOAT_EQ(request.logit_bias(0).bias(), -100);
+  EXPECT_FLOAT_EQ(request.logit_bias(1).bias(), 2.5f);
+  EXPECT_EQ(request.min_tokens(), 3u);
   EXPECT_TRUE(request.has_seed());
   EXPECT_EQ(request.seed(), 0u);
   EXPECT_THAT(request.stop(), ElementsAre("END", "two words"));
@@ -101,6 +124,13 @@ TEST_F(RequestFlagsTest, ImpossibleValuesAreUsageErrors) {
   EXPECT_EQ(Parse({"hi", "--tree-nodes", "65"}), 2);
   EXPECT_EQ(Parse({"hi", "--tree-nodes", "0"}), 2);
   EXPECT_EQ(Parse({"hi", "--logprobs", "21"}), 2);
+  EXPECT_EQ(Parse({"hi", "--min-p", "1.5"}), 2);
+  EXPECT_EQ(Parse({"hi", "--repetition-penalty", "0"}), 2);
+  EXPECT_EQ(Parse({"hi", "--frequency-penalty", "2.5"}), 2);
+  for (const char* bias : {"7", "7=", "7=x", "x=1", "7=101", "7=1=2", "-1=2"}) {
+    EXPECT_EQ(Parse({"hi", "--logit-bias", bias}), 2) << bias;
+    EXPECT_THAT(err_, HasSubstr("--logit-bias takes a token id, '=' and a number")) << bias;
+  }
   EXPECT_EQ(Parse({"hi", "--max-tokens", "0"}), 2);
   EXPECT_EQ(Parse({"hi", "--max-tokens", "many"}), 2);
   EXPECT_EQ(Parse({"hi", "--speculation", "forest"}), 2);
@@ -121,7 +151,7 @@ TEST(ParseChatTest, AnArrayOfMessages) {
 
 TEST(ParseChatTest, AnObjectWithToolsAndThinking) {
   const auto chat = ParseChat(R"({"thinking": false, "preserve_thinking": true,
-    "tools": [{"type": "function"}],
+    "tools": [{"type": "function", "function": {}, "a": 1}],
     "messages": [
       {"role": "user", "content": "hi"},
       {"role": "assistant", "content": null, "reasoning_content": "hm", "tool_calls":
@@ -132,11 +162,24 @@ TEST(ParseChatTest, AnObjectWithToolsAndThinking) {
   EXPECT_TRUE(chat->has_thinking());
   EXPECT_FALSE(chat->thinking());
   EXPECT_TRUE(chat->preserve_thinking());
-  EXPECT_EQ(chat->tools_json(), R"([{"type":"function"}])");
+  EXPECT_EQ(chat->tools_json(), R"([{"type":"function","function":{},"a":1}])");
   EXPECT_EQ(chat->messages(1).reasoning(), "hm");
   EXPECT_EQ(chat->messages(1).tool_calls(0).name(), "f");
   EXPECT_EQ(chat->messages(1).tool_calls(0).arguments(), "{}");
   EXPECT_EQ(chat->messages(2).tool_call_id(), "functions.f:0");
+}
+
+TEST(ParseChatTest, ListsOfParts) {
+  const auto chat = ParseChat(R"([{"role": "user", "content": [{"type": "text", "text": "a"},
+      {"type": "text", "text": ""}, {"type": "image_url", "image_url": {"url": "x"}}]},
+      {"role": "assistant", "content": []}])",
+                              "f");
+  ASSERT_TRUE(chat.ok()) << chat.status();
+  ASSERT_EQ(chat->messages(0).parts_size(), 3);
+  EXPECT_EQ(chat->messages(0).parts(0).text(), "a");
+  EXPECT_TRUE(chat->messages(0).parts(1).has_text());
+  EXPECT_TRUE(chat->messages(0).parts(2).has_image());  // which the router refuses by name
+  EXPECT_EQ(chat->messages(1).parts_size(), 0);
 }
 
 TEST(ParseChatTest, MistakesAreNamed) {
@@ -151,6 +194,9 @@ TEST(ParseChatTest, MistakesAreNamed) {
        "message 2: \"role\" must be system"},
       {R"([{"content": "a"}])", "\"role\""},
       {R"([{"role": "user", "content": 3}])", "\"content\" must be a string"},
+      {R"([{"role": "user", "content": ["a"]}])", "a part of \"content\" must be an object"},
+      {R"([{"role": "user", "content": [{"type": "text"}]}])", "a part of \"content\""},
+      {R"([{"role": "user", "content": [{"type": "audio"}]}])", "a part of \"content\""},
       {R"([{"role": "user", "text": "a"}])", "unknown key \"text\""},
       {R"({"messages": [{"role": "user"}], "thinking": "yes"})",
        "\"thinking\" must be true or false"},

@@ -16,7 +16,8 @@ constexpr std::string_view kReplacement = "\xEF\xBF\xBD";  // U+FFFD
 }  // namespace
 
 absl::StatusOr<Detokenizer> Detokenizer::Create(const Tokenizer* tokenizer,
-                                                std::vector<std::string> stop_strings) {
+                                                std::vector<std::string> stop_strings,
+                                                size_t min_tokens) {
   if (stop_strings.size() > kMaxStopStrings) {
     return absl::InvalidArgumentError(absl::StrCat("there are ", stop_strings.size(),
                                                    " stop strings; at most ", kMaxStopStrings,
@@ -45,10 +46,10 @@ absl::StatusOr<Detokenizer> Detokenizer::Create(const Tokenizer* tokenizer,
     stop.text = std::move(text);
     stops.push_back(std::move(stop));
   }
-  return Detokenizer(tokenizer, std::move(stops));
+  return Detokenizer(tokenizer, std::move(stops), min_tokens);
 }
 
-bool Detokenizer::Push(char byte) {
+bool Detokenizer::Push(char byte, bool may_stop) {
   pending_.push_back(byte);
   held_ = 0;
   for (size_t i = 0; i < stops_.size(); ++i) {
@@ -56,6 +57,7 @@ bool Detokenizer::Push(char byte) {
     while (stop.state > 0 && stop.text[stop.state] != byte)
       stop.state = stop.failure[stop.state - 1];
     if (stop.text[stop.state] == byte) ++stop.state;
+    if (stop.state == stop.text.size() && !may_stop) stop.state = stop.failure[stop.state - 1];
     // Of several that end here the longest begins first.
     if (stop.state == stop.text.size() &&
         (!stopped_ || stop.text.size() > stops_[matched_].text.size())) {
@@ -89,9 +91,11 @@ Detokenizer::Output Detokenizer::Feed(absl::Span<const int32_t> ids) {
   if (stopped_) return output;
   for (const int32_t id : ids) {
     ++output.consumed;
+    const bool may_stop = unstoppable_ == 0;
+    if (!may_stop) --unstoppable_;
     if (tokenizer_->IsControl(id)) continue;
     for (const char byte : tokenizer_->TokenBytes(id)) {
-      if (!Push(byte)) continue;
+      if (!Push(byte, may_stop)) continue;
       // Nothing can complete a character that the stop string cuts off.
       Emit(stops_[matched_].text.size(), /*final=*/true, &output.text);
       pending_.clear();

@@ -40,10 +40,12 @@ class Detokenizer {
     std::string stop_string;  // the one that was completed
   };
 
-  // `tokenizer` must outlive the detokenizer.  INVALID_ARGUMENT where a stop string is empty,
+  // `tokenizer` must outlive the detokenizer.  The first `min_tokens` ids complete no stop string;
+  // one may begin in them and end in a later id.  INVALID_ARGUMENT where a stop string is empty,
   // longer than kMaxStopBytes or not valid UTF-8, or where there are more than kMaxStopStrings.
   static absl::StatusOr<Detokenizer> Create(const Tokenizer* tokenizer,
-                                            std::vector<std::string> stop_strings);
+                                            std::vector<std::string> stop_strings,
+                                            size_t min_tokens = 0);
 
   // Any number of ids.  After a stop string was completed: consumes nothing.
   Output Feed(absl::Span<const int32_t> ids);
@@ -64,17 +66,19 @@ class Detokenizer {
     size_t state = 0;
   };
 
-  Detokenizer(const Tokenizer* tokenizer, std::vector<Stop> stops)
-      : tokenizer_(tokenizer), stops_(std::move(stops)) {}
+  Detokenizer(const Tokenizer* tokenizer, std::vector<Stop> stops, size_t min_tokens)
+      : tokenizer_(tokenizer), stops_(std::move(stops)), unstoppable_(min_tokens) {}
 
-  // Appends one byte; true where it completes a stop string (matched_ tells which).
-  bool Push(char byte);
+  // Appends one byte; true where it completes a stop string (matched_ tells which), which it does
+  // only if it may.
+  bool Push(char byte, bool may_stop);
   // Moves out of pending_ what lies before its last `keep` bytes.  `final`: unfinished characters
   // too.
   void Emit(size_t keep, bool final, std::string* text);
 
   const Tokenizer* tokenizer_;
   std::vector<Stop> stops_;
+  size_t unstoppable_;  // ids still to come that complete no stop string
   std::string pending_;
   size_t head_ = 0;     // pending_ starts here: bytes are dropped from the front in bulk
   size_t held_ = 0;     // longest stop prefix that ends pending_

@@ -154,6 +154,30 @@ TEST(Detokenizer, StopStringsOfManyBytesPerCharacter) {
   EXPECT_TRUE(detokenizer.Feed(Bytes("界")).stopped);
 }
 
+TEST(Detokenizer, TheFirstTokensCompleteNoStopString) {
+  for (const size_t min_tokens : {0, 3, 4, 5, 7, 9}) {
+    // One by one and all at once.
+    for (const size_t step : {1, 100}) {
+      Detokenizer detokenizer = Detokenizer::Create(&TestTokenizer(), {"abab"}, min_tokens).value();
+      const std::vector<int32_t> ids = Bytes("xababab!");
+      std::string text;
+      size_t consumed = 0;
+      for (size_t i = 0; i < ids.size() && !detokenizer.stopped(); i += step) {
+        const auto output =
+            detokenizer.Feed(absl::MakeConstSpan(ids).subspan(i, std::min(step, ids.size() - i)));
+        text += output.text;
+        consumed += output.consumed;
+      }
+      text += detokenizer.Flush();
+      // "abab" ends at tokens 5 and 7.
+      const size_t end = min_tokens < 5 ? 5 : min_tokens < 7 ? 7 : ids.size();
+      EXPECT_EQ(consumed, end) << min_tokens;
+      EXPECT_EQ(text, end == 5 ? "x" : end == 7 ? "xab" : "xababab!") << min_tokens;
+      EXPECT_EQ(detokenizer.stopped(), end != ids.size());
+    }
+  }
+}
+
 TEST(Detokenizer, CanBeMoved) {
   Detokenizer first = Make({"STOP", "END"});
   first.Feed(Bytes("xEN"));

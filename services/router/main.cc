@@ -10,6 +10,7 @@
 #include <random>
 #include <string>
 
+#include "model/chat_template.h"
 #include "model/config.h"
 #include "model/tokenizer.h"
 #include "services/common/build_info.h"
@@ -53,6 +54,8 @@ int Main(int argc, char** argv) {
   std::string verifier_address = "127.0.0.1:7001";
   std::string drafter_address;
   std::string speculation = "auto";
+  std::string chat_template = "auto";
+  bool special_tokens_in_text = false;
   int tree_nodes = 17;
   int max_queue = 256;
   int top_k = 16;
@@ -66,6 +69,13 @@ int Main(int argc, char** argv) {
   flags.Add("verifier", &verifier_address, "host:port of the verifier");
   flags.Add("drafter", &drafter_address,
             "host:port of the drafter, as the verifier reaches it too; empty: plain decoding");
+  flags.AddChoice(
+      "chat-template", &chat_template, {"auto", "nearest", "instruct", "thinking", "k2.5", "k2.6"},
+      "layout of chats: the release whose template the model has; nearest: of an unknown "
+      "template, the release most like it");
+  flags.AddSwitch("special-tokens-in-text", &special_tokens_in_text,
+                  "let prompts and messages spell control tokens, as the reference tokenizer does; "
+                  "users can then write turns of others");
   flags.AddChoice("speculation", &speculation, {"auto", "off", "chain", "tree"},
                   "for requests that ask for none in particular");
   flags
@@ -141,6 +151,15 @@ int Main(int argc, char** argv) {
                                                  : speculation == "tree"  ? Speculation::kTree
                                                                           : Speculation::kAuto;
   inference_options.model_name = model_name;
+  inference_options.special_tokens_in_text = special_tokens_in_text;
+  inference_options.chat_template =
+      ChooseChatTemplate(model_dir, config->model_type, chat_template);
+  if (inference_options.chat_template.ok()) {
+    LOG(INFO) << "chats are laid out as those of "
+              << ChatReleaseName(inference_options.chat_template->release);
+  } else {
+    LOG(WARNING) << "chats are refused: " << inference_options.chat_template.status().message();
+  }
   inference_options.build = build;
   inference_options.on_final = [&](const Final& final) { router_metrics.Observe(final); };
   InferenceService inference(inference_options, tokenizer->get(), &loop, random);

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "model/sampling.h"
 #include "speculation/cost_model.h"
 
 namespace coppice::router {
@@ -70,7 +71,10 @@ struct Admit {
   float temperature = 0;
   float top_p = 1;
   int top_k = 0;
+  float min_p = 0;
+  LogitRules rules = {};
   uint64_t seed = 0;
+  int generated = 0;  // of `tokens`, the last so many belong to the completion
   int max_tokens = 0;
   std::vector<int32_t> stop_token_ids;
   std::optional<int> logprobs;

@@ -102,8 +102,30 @@ absl::StatusOr<Request> CheckRequest(RequestFields fields, const RequestLimits& 
   }
   request.top_k = static_cast<int>(
       std::min<uint32_t>(fields.top_k.value_or(0), static_cast<uint32_t>(limits.vocab_size)));
+  request.min_p = fields.min_p.value_or(0.0f);
+  LogitRules& rules = request.rules;
+  rules.repetition_penalty = fields.repetition_penalty.value_or(1.0f);
+  rules.frequency_penalty = fields.frequency_penalty.value_or(0.0f);
+  rules.presence_penalty = fields.presence_penalty.value_or(0.0f);
+  rules.min_tokens = fields.min_tokens;
+  for (const auto& [id, bias] : fields.logit_bias) {
+    rules.logit_bias.push_back({static_cast<int32_t>(id), bias});
+  }
+  SamplingParams sampling;
+  sampling.min_p = request.min_p;
+  sampling.rules = rules;
+  if (absl::Status status = Validate(sampling, limits.vocab_size); !status.ok()) return status;
+  if (rules.min_tokens > request.max_tokens) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "min_tokens is ", rules.min_tokens, ", more than max_tokens (", request.max_tokens, ")"));
+  }
+  if (fields.prompt_logprobs.has_value()) {
+    return absl::InvalidArgumentError(
+        "prompt_logprobs is set; Coppice computes log-probabilities of generated tokens only "
+        "(logprobs)");
+  }
   if (fields.logprobs.has_value()) {
-    if (*fields.logprobs > kMaxLogProbs) {
+    if (*fields.logprobs > static_cast<uint32_t>(kMaxLogProbs)) {
       return absl::InvalidArgumentError(absl::StrCat("logprobs is ", *fields.logprobs, "; at most ",
                                                      kMaxLogProbs, " alternatives are told"));
     }

@@ -7,16 +7,17 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "model/sampling.h"
 
 namespace coppice::router {
 
 // As in the wire's SpeculationMode.
 enum class Speculation { kAuto = 1, kOff = 2, kChain = 3, kTree = 4 };
 
-inline constexpr uint32_t kMaxLogProbs = 20;
 inline constexpr size_t kMaxStopTokenIds = 256;
 inline constexpr size_t kMaxRequestIdBytes = 128;
 
@@ -34,11 +35,18 @@ struct RequestFields {
   std::optional<float> temperature;
   std::optional<float> top_p;
   std::optional<uint32_t> top_k;
+  std::optional<float> min_p;
+  std::optional<float> repetition_penalty;
+  std::optional<float> frequency_penalty;
+  std::optional<float> presence_penalty;
+  std::vector<std::pair<uint32_t, float>> logit_bias;
+  uint32_t min_tokens = 0;
   std::optional<uint64_t> seed;
   std::vector<std::string> stop;
   std::vector<uint32_t> stop_token_ids;
   bool ignore_eos = false;
   std::optional<uint32_t> logprobs;
+  std::optional<uint32_t> prompt_logprobs;
   int speculation = 0;  // the wire's number
   std::optional<uint32_t> tree_nodes;
   int priority = 0;
@@ -52,6 +60,8 @@ struct Request {
   float temperature = 0;
   float top_p = 1;
   int top_k = 0;
+  float min_p = 0;
+  LogitRules rules = {};
   uint64_t seed = 0;
   std::vector<std::string> stop;
   std::vector<int32_t>

@@ -53,6 +53,48 @@ TEST(CheckRequestTest, Defaults) {
   EXPECT_FALSE(request.logprobs.has_value());
 }
 
+TEST(CheckRequestTest, SamplingRules) {
+  const Request plain = Check(Good()).value();
+  EXPECT_FALSE(plain.rules.any());
+  EXPECT_EQ(plain.min_p, 0);
+  RequestFields fields = Good();
+  fields.min_p = 0.1f;
+  fields.repetition_penalty = 1.2f;
+  fields.frequency_penalty = -0.5f;
+  fields.presence_penalty = 2;
+  fields.logit_bias = {{999, -100.0f}, {0, 3.5f}};
+  fields.min_tokens = 97;
+  const Request request = Check(fields).value();
+  EXPECT_EQ(request.min_p, 0.1f);
+  EXPECT_EQ(request.rules.repetition_penalty, 1.2f);
+  EXPECT_EQ(request.rules.frequency_penalty, -0.5f);
+  EXPECT_EQ(request.rules.presence_penalty, 2);
+  EXPECT_THAT(request.rules.logit_bias, ElementsAre(std::pair(999, -100.0f), std::pair(0, 3.5f)));
+  EXPECT_EQ(request.rules.min_tokens, 97);
+
+  EXPECT_THAT(Refusal([](auto& f) { f.min_p = 1.5f; }), HasSubstr("min_p is 1.5"));
+  EXPECT_THAT(Refusal([](auto& f) { f.repetition_penalty = 0; }),
+              HasSubstr("repetition_penalty is 0"));
+  EXPECT_THAT(Refusal([](auto& f) { f.frequency_penalty = 3; }),
+              HasSubstr("frequency_penalty is 3"));
+  EXPECT_THAT(Refusal([](auto& f) { f.presence_penalty = -3; }),
+              HasSubstr("presence_penalty is -3"));
+  EXPECT_THAT(Refusal([](auto& f) {
+                f.logit_bias = {{1000, 1.0f}};
+              }),
+              HasSubstr("logit_bias names the id 1000; the model's ids go from 0 to 999"));
+  EXPECT_THAT(Refusal([](auto& f) {
+                f.logit_bias = {{4294967295u, 1.0f}};
+              }),
+              HasSubstr("logit_bias names the id 4294967295"));
+  EXPECT_THAT(Refusal([](auto& f) {
+                f.max_tokens = 5;
+                f.min_tokens = 6;
+              }),
+              HasSubstr("min_tokens is 6, more than max_tokens (5)"));
+  EXPECT_THAT(Refusal([](auto& f) { f.prompt_logprobs = 0; }), HasSubstr("prompt_logprobs is set"));
+}
+
 TEST(CheckRequestTest, TakesWhatIsAsked) {
   RequestFields fields = Good();
   fields.request_id = "mine";

@@ -131,24 +131,6 @@ absl::Status Prefixed(const char* field, const absl::Status& status) {
   return absl::Status(status.code(), absl::StrCat(field, ": ", std::string(status.message())));
 }
 
-absl::StatusOr<std::vector<int32_t>> EncodeText(const Tokenizer& tokenizer,
-                                                const std::string& text) {
-  absl::StatusOr<std::vector<int32_t>> ids = tokenizer.Encode(text);
-  if (!ids.ok()) return Prefixed("text", ids.status());
-  return ids;
-}
-
-absl::StatusOr<std::vector<int32_t>> EncodeMessages(const Tokenizer& tokenizer,
-                                                    const v1::Chat& chat) {
-  if (chat.messages().empty()) {
-    return absl::InvalidArgumentError("chat has no messages; give at least one");
-  }
-  absl::StatusOr<std::vector<int32_t>> ids =
-      EncodeChat(tokenizer, MessagesFromWire(chat), OptionsFromWire(chat));
-  if (!ids.ok()) return Prefixed("chat", ids.status());
-  return ids;
-}
-
 }  // namespace
 
 // ---- Inference
@@ -157,15 +139,41 @@ InferenceService::InferenceService(const InferenceOptions& options, const Tokeni
                                    SchedulerLoop* loop, std::function<uint64_t()> random)
     : options_(options), tokenizer_(tokenizer), loop_(loop), random_(std::move(random)) {}
 
+absl::StatusOr<std::vector<int32_t>> InferenceService::EncodeText(const std::string& text) const {
+  absl::StatusOr<std::vector<int32_t>> ids = options_.special_tokens_in_text
+                                                 ? tokenizer_->EncodeWithSpecial(text)
+                                                 : tokenizer_->Encode(text);
+  if (!ids.ok()) return Prefixed("text", ids.status());
+  return ids;
+}
+
+absl::StatusOr<std::vector<int32_t>> InferenceService::EncodeMessages(const v1::Chat& chat) const {
+  if (!options_.chat_template.ok()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("chat: ", std::string(options_.chat_template.status().message())));
+  }
+  if (chat.messages().empty()) {
+    return absl::InvalidArgumentError("chat has no messages; give at least one");
+  }
+  const absl::StatusOr<std::vector<ChatMessage>> messages = MessagesFromWire(chat);
+  if (!messages.ok()) return Prefixed("chat", messages.status());
+  ChatOptions options = OptionsFromWire(chat);
+  options.special_tokens_in_text = options_.special_tokens_in_text;
+  absl::StatusOr<std::vector<int32_t>> ids =
+      EncodeChat(*tokenizer_, *options_.chat_template, *messages, options);
+  if (!ids.ok()) return Prefixed("chat", ids.status());
+  return ids;
+}
+
 absl::StatusOr<Request> InferenceService::Check(const v1::GenerateRequest& request) const {
   RequestFields fields = FieldsFromWire(request);
   absl::StatusOr<std::vector<int32_t>> ids = std::vector<int32_t>();
   switch (request.prompt_case()) {
     case v1::GenerateRequest::kText:
-      ids = EncodeText(*tokenizer_, request.text());
+      ids = EncodeText(request.text());
       break;
     case v1::GenerateRequest::kChat:
-      ids = EncodeMessages(*tokenizer_, request.chat());
+      ids = EncodeMessages(request.chat());
       break;
     case v1::GenerateRequest::kTokenIds:
       fields.prompt.assign(request.token_ids().ids().begin(), request.token_ids().ids().end());
@@ -228,10 +236,10 @@ grpc::ServerUnaryReactor* InferenceService::Tokenize(grpc::CallbackServerContext
   absl::StatusOr<std::vector<int32_t>> ids = std::vector<int32_t>();
   switch (request->prompt_case()) {
     case v1::TokenizeRequest::kText:
-      ids = EncodeText(*tokenizer_, request->text());
+      ids = EncodeText(request->text());
       break;
     case v1::TokenizeRequest::kChat:
-      ids = EncodeMessages(*tokenizer_, request->chat());
+      ids = EncodeMessages(request->chat());
       break;
     case v1::TokenizeRequest::PROMPT_NOT_SET:
       ids = absl::InvalidArgumentError("prompt is missing; give text or chat");

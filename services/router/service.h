@@ -6,9 +6,11 @@
 #include <atomic>
 #include <functional>
 #include <string>
+#include <vector>
 
 #include "coppice/v1/cluster.grpc.pb.h"
 #include "coppice/v1/inference.grpc.pb.h"
+#include "model/chat_template.h"
 #include "model/tokenizer.h"
 #include "services/common/clock.h"
 #include "services/router/request.h"
@@ -20,6 +22,10 @@ namespace coppice::router {
 struct InferenceOptions {
   RequestLimits limits;
   std::string model_name;
+  // How chats are laid out; where it is not known, chats are refused with its sentence.
+  absl::StatusOr<ChatTemplate> chat_template = ChatTemplate();
+  // As ChatOptions::special_tokens_in_text, for texts too.
+  bool special_tokens_in_text = false;
   BuildLabel build;
   // What waits for one client that does not read; beyond it the stream ends RESOURCE_EXHAUSTED.
   size_t client_buffer_bytes = 4 << 20;
@@ -51,6 +57,8 @@ class InferenceService : public v1::Inference::CallbackService {
 
  private:
   absl::StatusOr<Request> Check(const v1::GenerateRequest& request) const;
+  absl::StatusOr<std::vector<int32_t>> EncodeText(const std::string& text) const;
+  absl::StatusOr<std::vector<int32_t>> EncodeMessages(const v1::Chat& chat) const;
 
   const InferenceOptions options_;
   const Tokenizer* const tokenizer_;

@@ -26,7 +26,8 @@ absl::StatusOr<std::unique_ptr<Session>> Session::Create(uint64_t handle, Reques
                                                          const Tokenizer* tokenizer,
                                                          std::shared_ptr<Stream> stream,
                                                          TimePoint submitted) {
-  absl::StatusOr<Detokenizer> detokenizer = Detokenizer::Create(tokenizer, request.stop);
+  absl::StatusOr<Detokenizer> detokenizer =
+      Detokenizer::Create(tokenizer, request.stop, static_cast<size_t>(request.rules.min_tokens));
   if (!detokenizer.ok()) return detokenizer.status();
   std::unique_ptr<Session> session(new Session(handle, std::move(request), *std::move(detokenizer),
                                                std::move(stream), submitted));
@@ -119,6 +120,9 @@ Admit Session::MakeAdmit(const std::string& drafter) const {
   admit.temperature = request.temperature;
   admit.top_p = request.top_p;
   admit.top_k = request.top_k;
+  admit.min_p = request.min_p;
+  admit.rules = request.rules;
+  admit.generated = static_cast<int>(completion_.size());
   admit.seed = request.seed;
   admit.max_tokens = remaining();
   admit.stop_token_ids = request.stop_token_ids;

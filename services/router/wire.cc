@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "absl/strings/str_cat.h"
+
 namespace coppice::router {
 namespace {
 
@@ -177,6 +179,17 @@ v1::StepRequest ToWire(const StepRequest& request) {
     to->set_temperature(admit.temperature);
     to->set_top_p(admit.top_p);
     to->set_top_k(admit.top_k);
+    to->set_min_p(admit.min_p);
+    to->set_min_tokens(admit.rules.min_tokens);
+    for (const auto& [token, bias] : admit.rules.logit_bias) {
+      v1::LogitBias* entry = to->add_logit_bias();
+      entry->set_token(token);
+      entry->set_bias(bias);
+    }
+    to->set_repetition_penalty(admit.rules.repetition_penalty);
+    to->set_frequency_penalty(admit.rules.frequency_penalty);
+    to->set_presence_penalty(admit.rules.presence_penalty);
+    to->set_generated(admit.generated);
     to->set_seed(admit.seed);
     to->set_max_tokens(admit.max_tokens);
     to->mutable_stop_token_ids()->Add(admit.stop_token_ids.begin(), admit.stop_token_ids.end());
@@ -273,6 +286,15 @@ RequestFields FieldsFromWire(const v1::GenerateRequest& request) {
   if (request.has_temperature()) out.temperature = request.temperature();
   if (request.has_top_p()) out.top_p = request.top_p();
   if (request.has_top_k()) out.top_k = request.top_k();
+  if (request.has_min_p()) out.min_p = request.min_p();
+  if (request.has_repetition_penalty()) out.repetition_penalty = request.repetition_penalty();
+  if (request.has_frequency_penalty()) out.frequency_penalty = request.frequency_penalty();
+  if (request.has_presence_penalty()) out.presence_penalty = request.presence_penalty();
+  for (const v1::LogitBias& entry : request.logit_bias()) {
+    out.logit_bias.push_back({entry.token(), entry.bias()});
+  }
+  out.min_tokens = request.min_tokens();
+  if (request.has_prompt_logprobs()) out.prompt_logprobs = request.prompt_logprobs();
   if (request.has_seed()) out.seed = request.seed();
   out.stop.assign(request.stop().begin(), request.stop().end());
   out.stop_token_ids.assign(request.stop_token_ids().begin(), request.stop_token_ids().end());
@@ -290,13 +312,26 @@ RequestFields FieldsFromWire(const v1::GenerateRequest& request) {
   return out;
 }
 
-std::vector<ChatMessage> MessagesFromWire(const v1::Chat& chat) {
+absl::StatusOr<std::vector<ChatMessage>> MessagesFromWire(const v1::Chat& chat) {
   std::vector<ChatMessage> out;
   for (const v1::ChatMessage& message : chat.messages()) {
+    const size_t index = out.size();
     ChatMessage& to = out.emplace_back();
     to.role = message.role();
     to.name = message.name();
     to.content = message.content();
+    if (!message.content().empty() && message.parts_size() > 0) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("message ", index, " has both content and parts; give one of them"));
+    }
+    for (int i = 0; i < message.parts_size(); ++i) {
+      if (message.parts(i).has_image()) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("message ", index, ": parts[", i,
+                         "] is an image; Coppice runs the text model and takes text parts only"));
+      }
+      to.content += message.parts(i).text();
+    }
     to.reasoning = message.reasoning();
     for (const v1::ChatMessage::ToolCall& call : message.tool_calls()) {
       to.tool_calls.push_back({call.id(), call.name(), call.arguments()});

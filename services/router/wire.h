@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "absl/status/statusor.h"
 #include "coppice/v1/cluster.pb.h"
 #include "coppice/v1/drafter.pb.h"
 #include "coppice/v1/inference.pb.h"
@@ -30,7 +31,8 @@ v1::DrafterInfo ToWire(const DrafterInfo& info);
 
 // Inference.  The prompt is left to the caller: it takes a tokenizer.
 RequestFields FieldsFromWire(const v1::GenerateRequest& request);
-std::vector<ChatMessage> MessagesFromWire(const v1::Chat& chat);
+// INVALID_ARGUMENT, naming message and part, for what Coppice does not take: images.
+absl::StatusOr<std::vector<ChatMessage>> MessagesFromWire(const v1::Chat& chat);
 ChatOptions OptionsFromWire(const v1::Chat& chat);
 v1::GenerateDelta ToWire(const Delta& delta);
 

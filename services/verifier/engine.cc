@@ -104,6 +104,10 @@ absl::Status Engine::AdmitOne(const Admit& admit) {
   }
   auto sequence = std::make_unique<Sequence>();
   sequence->admit = admit;
+  const absl::Span<const int32_t> tokens = admit.tokens;
+  sequence->counts =
+      TokenCounts(admit.sampling.rules, tokens.subspan(0, tokens.size() - admit.generated),
+                  tokens.subspan(tokens.size() - admit.generated));
   sequence->order = next_order_++;
   sequences_[admit.sequence] = std::move(sequence);
   if (sink_ && !admit.drafter.empty()) sink_->Connect(admit.drafter);
@@ -250,8 +254,12 @@ void Engine::Walk(Item* item, absl::Span<const float> logits) {
   const auto row_logits = [&](int row) {
     return logits.subspan(row * limits_.vocab_size, limits_.vocab_size);
   };
+  // Called once per token of the path, in its order, so `counts` is always of the text before it.
   const auto draw = [&](absl::Span<const float> row, int64_t position) {
-    const int32_t token = SampleToken(row, admit.sampling, position);
+    const int32_t token = SampleToken(ApplyRules(row, admit.sampling.rules, admit.stop_token_ids,
+                                                 sequence->counts, &changed_logits_),
+                                      admit.sampling, position);
+    sequence->counts.Push(token);
     if (admit.logprobs) {
       std::vector<TokenLogProb> all = LogProbs(row, token, static_cast<int>(*admit.logprobs));
       PositionLogProbs entry;

@@ -135,8 +135,9 @@ class Engine {
   uint64_t next_order_ = 0;
   std::string refuse_;
   EngineCounters counters_;
-  ForwardResult forward_;           // reused between steps
-  std::vector<uint16_t> features_;  // the same
+  ForwardResult forward_;              // reused between steps
+  std::vector<uint16_t> features_;     // the same
+  std::vector<float> changed_logits_;  // the same, of one row
 };
 
 }  // namespace coppice::verifier

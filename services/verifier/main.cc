@@ -40,6 +40,7 @@ struct Flags {
   int max_rows = 512;
   int max_sequences = 256;
   double lease_seconds = 10;
+  double lora_norm_eps = 0;
   ServiceFlags service;
 };
 
@@ -62,6 +63,7 @@ absl::StatusOr<std::unique_ptr<Target>> LoadTarget(const Flags& flags, ShutdownS
   options.tp = flags.tp;
   options.page_size = flags.page_size;
   options.max_rows = flags.max_rows;
+  if (flags.lora_norm_eps > 0) options.lora_norm_eps = flags.lora_norm_eps;
 
   absl::StatusOr<ModelConfig> config = LoadModelConfig(flags.model);
   if (!config.ok()) return config.status();
@@ -234,6 +236,11 @@ int Main(int argc, char** argv) {
       .Add("lease-seconds", &flags.lease_seconds,
            "how long sequences are kept for a router whose stream broke")
       ->check(CLI::Range(0.0, 3600.0));
+  parser
+      .Add("lora-norm-eps", &flags.lora_norm_eps,
+           "epsilon of q_a_layernorm and kv_a_layernorm, on which the reference implementations "
+           "disagree; 0: the model's rms_norm_eps; transformers uses 1e-6")
+      ->check(CLI::Range(0.0, 1.0));
   flags.service.AddTo(&parser);
   if (const auto code = parser.Parse(argc, argv)) return *code;
   InitLogging("coppice-verifier", flags.service.log_level);

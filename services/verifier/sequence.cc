@@ -30,7 +30,12 @@ absl::Status CheckAdmit(const Admit& admit, const Limits& limits) {
       !s.ok()) {
     return s;
   }
-  if (absl::Status s = Validate(admit.sampling); !s.ok()) return s;
+  if (absl::Status s = Validate(admit.sampling, limits.vocab_size); !s.ok()) return s;
+  if (admit.generated < 0 || admit.generated >= static_cast<int64_t>(admit.tokens.size())) {
+    return absl::InvalidArgumentError(absl::StrCat("generated is ", admit.generated, " of ",
+                                                   admit.tokens.size(),
+                                                   " tokens; at least one belongs to the prompt"));
+  }
   const int64_t prompt = static_cast<int64_t>(admit.tokens.size());
   if (admit.max_tokens < 1) {
     return absl::InvalidArgumentError(

@@ -22,15 +22,13 @@ struct Limits {
   int64_t max_sequences = 256;  // known at once
 };
 
-// Likeliest tokens per position that a request may ask for.
-inline constexpr int64_t kMaxLogProbs = 64;
-
 // Invariants: committed tokens fill slots 0 … committed - 1 of `pages`, and between steps there is
 // no page beyond them.  While prefill lasts, pending < 0 and the committed tokens are the first
 // of the admitted ones; then the pending token stands at position `committed`, without a slot.
 // A sequence that has ended holds no pages.
 struct Sequence {
   Admit admit;
+  TokenCounts counts;      // of the admitted tokens and of what was generated since
   uint64_t order = 0;      // of admission
   bool preempted = false;  // ended for want of pages; its next work is told so
   int64_t committed = 0;

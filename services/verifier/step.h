@@ -17,6 +17,7 @@ namespace coppice::verifier {
 struct Admit {
   uint64_t sequence = 0;
   std::vector<int32_t> tokens;
+  int64_t generated = 0;  // of these, the last so many belong to the completion
   SamplingParams sampling;
   int64_t max_tokens = 0;
   std::vector<int32_t> stop_token_ids;

@@ -24,6 +24,16 @@ Admit FromWire(const v1::Admit& admit) {
   out.sampling.top_k =
       static_cast<int>(std::min<uint32_t>(admit.top_k(), std::numeric_limits<int32_t>::max()));
   out.sampling.seed = admit.seed();
+  out.sampling.min_p = admit.min_p();
+  LogitRules& rules = out.sampling.rules;
+  rules.min_tokens = admit.min_tokens();
+  for (const v1::LogitBias& entry : admit.logit_bias()) {
+    rules.logit_bias.push_back({static_cast<int32_t>(entry.token()), entry.bias()});
+  }
+  rules.repetition_penalty = admit.repetition_penalty() == 0 ? 1 : admit.repetition_penalty();
+  rules.frequency_penalty = admit.frequency_penalty();
+  rules.presence_penalty = admit.presence_penalty();
+  out.generated = admit.generated();
   out.max_tokens = admit.max_tokens();
   out.stop_token_ids = Tokens(admit.stop_token_ids());
   if (admit.has_logprobs()) out.logprobs = admit.logprobs();

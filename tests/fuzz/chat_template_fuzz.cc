@@ -24,18 +24,18 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   message.content = "hi";
   ChatOptions options;
   options.tools_json = input;
-  (void)RenderChat({message}, options);
+  (void)RenderChat({}, {message}, options);
 
   options.tools_json.clear();
   message.role = input.substr(0, input.size() / 2);
-  (void)RenderChat({message}, options);
+  (void)RenderChat({}, {message}, options);
 
   message.role = "assistant";
   message.name = input.substr(0, input.size() / 3);
   message.content = input;
   message.reasoning = input;
   message.tool_calls = {{input, "f", input}};
-  const auto pieces = RenderChat({message}, options);
+  const auto pieces = RenderChat({}, {message}, options);
   if (!pieces.ok()) return 0;
   static const std::set<std::string> kMarkers = {"<|im_assistant|>",
                                                  "<|im_middle|>",

@@ -1,4 +1,5 @@
-"""Writes Hugging Face checkpoints the way Kimi K2.6 ships: bf16, INT4 pack-quantized experts, an index over shards."""
+"""Writes Hugging Face checkpoints the way Kimi K2 ships: bf16, FP8 blocks, INT4 pack-quantized experts, an index over
+shards."""
 
 import json
 import os
@@ -6,7 +7,8 @@ import os
 import torch
 from safetensors.torch import save_file
 
-GROUP = 32
+GROUP = 32   # inputs per scale of INT4
+BLOCK = 128  # rows and columns per scale of FP8
 
 
 def round_bf16(x):
@@ -25,6 +27,18 @@ def quantize_int4(weight):
     words = (nibbles << (4 * torch.arange(8))).sum(-1)
     words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
     return words, scales, value
+
+
+def quantize_fp8(weight):
+    """Returns (float8_e4m3fn [out, in], scales fp32 [ceil(out / 128), ceil(in / 128)], the weight they stand for)."""
+    out, inputs = weight.shape
+    scales = torch.zeros(-(-out // BLOCK), -(-inputs // BLOCK))
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            scales[i, j] = weight[i * BLOCK:(i + 1) * BLOCK, j * BLOCK:(j + 1) * BLOCK].abs().max() / 448
+    scale = scales.repeat_interleave(BLOCK, 0)[:out].repeat_interleave(BLOCK, 1)[:, :inputs]
+    codes = (weight / scale).to(torch.float8_e4m3fn)
+    return codes, scales, round_bf16(codes.to(torch.float32) * scale)
 
 
 def write_sharded(directory, tensors, shards):

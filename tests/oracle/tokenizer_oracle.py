@@ -155,11 +155,22 @@ def random_text(rng):
     return "".join(out)
 
 
+def long_text(rng):
+    """Beyond the 400,000 characters, and the runs of 25,000, at which the reference cuts."""
+    out, length = [], 0
+    while length < 410_000:
+        piece = rng.choice([random_text(rng), rng.choice(rng.choice(ALPHABETS))])
+        repeats = rng.choice([1, 1000, 24_999, 25_000, 25_001, 60_000]) // len(piece) + 1
+        out.append(piece * repeats)
+        length += len(piece) * repeats
+    return "".join(out)
+
+
 def fuzz(model_dir, seed, count):
     encoding = load(model_dir)
     rng = random.Random(seed)
-    for _ in range(count):
-        text = random_text(rng)
+    for i in range(count):
+        text = long_text(rng) if i % 12_500 == 12_499 else random_text(rng)
         print(json.dumps({"text": text, "ids": encode(encoding, text, False), "ids_special": encode(encoding, text, True)}))
 
 
