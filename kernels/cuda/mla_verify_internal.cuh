@@ -66,6 +66,10 @@ struct AttentionArguments {
   int blocks;         // grid size: the schedule's
 };
 
+// The wgmma instance (mla_verify_hopper.cu), for devices of compute capability 9.0.
+Instance HopperInstance(const coppice_mla_shape& shape);
+cudaError_t LaunchHopper(const AttentionArguments& arguments, cudaStream_t stream);
+
 }  // namespace coppice::mla
 
 #endif  // KERNELS_CUDA_MLA_VERIFY_INTERNAL_CUH_
