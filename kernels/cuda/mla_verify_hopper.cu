@@ -6,9 +6,9 @@
 //   scores  S^T[64 x rows]  = K[64 x 576] · Q^T        A: the tile as stored        B: the queries
 //   output  O^T[512 x rows] += V^T[512 x 64] · P^T     A: the same tile, transposed by the operand's descriptor
 //
-// Warps 0–3 and 4–7 ("consumers") each score half of the groups and accumulate half of the 512 value columns; warps 8–9
-// and 10–11 ("producers") fetch the even and the odd tiles.  Two barriers of the consumers per step: one after the scores,
-// which also asks whether any score has left the reference's range, and one after the probabilities are stored.
+// Two warpgroups ("consumers") each own half of the groups from the queries to the output and never wait for each other,
+// so that one's softmax runs under the other's products; within a warpgroup the next tile's scores are queued behind this
+// tile's outputs.  A third ("producers", two warps per stage) fetches the tiles.
 //
 // The reference subtracted in the exponent is an old maximum, renewed only when some score exceeds it by more than
 // 2^8: softmax does not depend on it, and fp32 sums do not lose precision by a factor of 256.  In the usual step no
@@ -35,21 +35,21 @@ constexpr int64_t kRowBytes = COPPICE_MLA_ROW * 2;
 constexpr float kUnseen = -1e30f;            // reference of a row that has seen nothing yet
 constexpr float kReferenceSlack = 8.0f;      // log2
 
-// Shared memory of a block, in bytes from a base aligned to 1,024.
+// Shared memory of a block, in bytes from a base aligned to 1,024.  Each consumer has its own queries (9 chunks of
+// [its rows][64 columns], over which it stages its finished output) and probabilities ([its rows][64 positions]).
 template <int kGroups>
 struct Layout {
   static constexpr int kRows = kGroups * kGroupRows;
+  static constexpr int kFirst = (kGroups + 1) / 2;  // groups of the first consumer; the second has the rest, if any
   static constexpr int kRopeStages = kGroups <= 8 ? 2 : 1;
-  static constexpr int kQueryChunk = kRows * 128;
-  static constexpr int kQuery = 0;  // 9 chunks of [rows][64]; the finished output is staged over it
-  static constexpr int kLatent = kQuery + 9 * kQueryChunk;
+  static constexpr int kQuery = 0;
+  static constexpr int kLatent = kQuery + kRows * static_cast<int>(kRowBytes);
   static constexpr int kRope = kLatent + kStages * kLatentStage;
-  static constexpr int kProbability = kRope + kRopeStages * kChunk;  // [rows][64]
-  static constexpr int kBarriers = kProbability + kRows * 128;       // 8 mbarriers
-  static constexpr int kFactors = kBarriers + 64;                    // fp32 [rows]: rescale factors, at the end 1 / sum
-  static constexpr int kBytes = kFactors + kRows * 4;
-  // Reductions over the four warps of a group's owner use the probabilities' room, which is free at those moments.
-  static constexpr int kReduction = kProbability;  // fp32 [4][rows]
+  static constexpr int kProbability = kRope + kRopeStages * kChunk;
+  static constexpr int kBarriers = kProbability + kRows * 128;  // 8 mbarriers
+  static constexpr int kFactors = kBarriers + 64;               // fp32 [rows]: rescale factors, at the end 1 / sum
+  static constexpr int kRowIndex = kFactors + kRows * 4;        // int32 [rows]: row of query and output, −1: none
+  static constexpr int kBytes = kRowIndex + kRows * 4;
 };
 static_assert(Layout<kMaxGroups>::kBytes <= 232448, "a block has 227 KiB");
 
@@ -83,6 +83,23 @@ __device__ __forceinline__ uint32_t PackHalf(float low, float high) {
   return packed;
 }
 
+// This block's fragments.  Usually every block has one, and block i's is fragment i: it is read along with its bounds, since
+// each read that waits for another costs a kernel on a short context a tenth of its time.
+struct Work {
+  int next, end;
+  Fragment guess;
+  __device__ explicit Work(const Workspace& workspace)
+      : next(workspace.fragment_begin[blockIdx.x]),
+        end(workspace.fragment_begin[blockIdx.x + 1]),
+        guess(workspace.fragments[blockIdx.x]) {}
+  __device__ bool Take(const Workspace& workspace, Fragment& fragment) {
+    if (next >= end) return false;
+    fragment = next == static_cast<int>(blockIdx.x) ? guess : workspace.fragments[next];
+    ++next;
+    return true;
+  }
+};
+
 // ---- producers ---------------------------------------------------------------------------------------------------------
 // Two warps per stage; lane l of a warp copies 16-byte piece l % 8 of rows l / 8, l / 8 + 4, … of the warp's 32.
 template <int kGroups>
@@ -104,9 +121,8 @@ __device__ void Produce(const AttentionArguments& arguments, uint32_t shared, Ba
   const char* cache = static_cast<const char*>(tensors.cache) + piece * 16;
 
   int tile = 0;  // of the block, over all its fragments: stage = tile % 2
-  const int fragment_end = arguments.workspace.fragment_begin[blockIdx.x + 1];
-  for (int f = arguments.workspace.fragment_begin[blockIdx.x]; f < fragment_end; ++f) {
-    const Fragment fragment = arguments.workspace.fragments[f];
+  Work work(arguments.workspace);
+  for (Fragment fragment; work.Take(arguments.workspace, fragment);) {
     const int32_t* table = tensors.page_table + fragment.request * tensors.table_stride;
     const int tiles = (fragment.end - fragment.begin + kStep - 1) / kStep;
     // Pages of this lane's rows, looked up one tile of this half ahead, so that the copies never wait for the table.
@@ -162,95 +178,96 @@ __device__ void Produce(const AttentionArguments& arguments, uint32_t shared, Ba
 }
 
 // ---- consumers ---------------------------------------------------------------------------------------------------------
-constexpr int kScoresDone = 1;  // named barriers of the consumers
-constexpr int kStored = 2;
-constexpr int kReduced = 3;
+constexpr int kConsumerThreads = 128;
 
-// One of the two consuming warpgroups: it scores kOwn of the tile's groups from `first_own` on, and accumulates value
-// columns 256 · half … of all.
-template <int kGroups, int kOwn>
+// A consumer: kOwn groups of the tile from `first_own` on.  `kId` numbers its named barrier.
+template <int kGroups, int kOwn, int kId>
 __device__ void Consume(const AttentionArguments& arguments, uint32_t shared, char* shared_pointer,
-                        Barriers<kGroups> barriers, int half, int first_own) {
+                        Barriers<kGroups> barriers, int first_own) {
   using L = Layout<kGroups>;
-  constexpr int kScores = kOwn > 0 ? kOwn : 1;
+  constexpr int kRows = kOwn * kGroupRows;
+  constexpr int kQueryChunk = kRows * 128;
   const auto& tensors = arguments.tensors;
   const auto& shape = arguments.shape;
-  const int thread = threadIdx.x;  // of the consumers
-  const int warp = (thread / 32) % 4;
+  const int thread = threadIdx.x % kConsumerThreads;
+  const int warp = thread / 32;
   const int lane = thread % 32;
-  const int groups_per_node = GroupsPerNode(shape.heads);
-  float* factors = reinterpret_cast<float*>(shared_pointer + L::kFactors);
-  float* reduction = reinterpret_cast<float*>(shared_pointer + L::kReduction);
   const int column = (lane % 4) * 2;  // of each group's 8 rows, the two this thread's fragments hold
+  const int groups_per_node = GroupsPerNode(shape.heads);
+  const int query_offset = L::kQuery + first_own * kGroupRows * static_cast<int>(kRowBytes);
+  const int probability_offset = L::kProbability + first_own * kGroupRows * 128;
+  const uint32_t query = shared + query_offset;
+  const uint32_t probability = shared + probability_offset;
+  float* factors = reinterpret_cast<float*>(shared_pointer + L::kFactors) + first_own * kGroupRows;
+  int* row_index = reinterpret_cast<int*>(shared_pointer + L::kRowIndex) + first_own * kGroupRows;
+  // Reductions over the four warps use the probabilities' room, which is free at those moments: fp32 [4][rows].
+  float* reduction = reinterpret_cast<float*>(shared_pointer + probability_offset);
 
   int tile = 0;
-  const int fragment_end = arguments.workspace.fragment_begin[blockIdx.x + 1];
-  for (int f = arguments.workspace.fragment_begin[blockIdx.x]; f < fragment_end; ++f) {
-    const Fragment fragment = arguments.workspace.fragments[f];
-    const int64_t request_rows = static_cast<int64_t>(fragment.request) * shape.nodes * shape.heads;
-
+  Work work(arguments.workspace);
+  for (Fragment fragment; work.Take(arguments.workspace, fragment);) {
+    if (thread < kRows) {
+      const int own = first_own + thread / kGroupRows;
+      const int group = fragment.first_group + own;
+      const int node = group / groups_per_node;
+      const int head = (group - node * groups_per_node) * kGroupRows + thread % kGroupRows;
+      row_index[thread] = own < fragment.groups && head < shape.heads
+                              ? (fragment.request * shape.nodes + node) * shape.heads + head
+                              : -1;
+    }
+    hopper::NamedBarrier<kId, kConsumerThreads>();
     // Queries, swizzled by chunks of 64 columns; rows that are no head of a live node are zeros.
-    for (int i = thread; i < L::kRows * 72; i += kConsumers) {
+#pragma unroll 4
+    for (int i = thread; i < kRows * 72; i += kConsumerThreads) {
       const int row = i / 72, piece = i % 72;
-      const int group = fragment.first_group + row / kGroupRows;
-      const int head = (group % groups_per_node) * kGroupRows + row % kGroupRows;
-      const bool live = row / kGroupRows < fragment.groups && head < shape.heads;
-      const int64_t source = live ? request_rows + group / groups_per_node * shape.heads + head : 0;
-      hopper::CopyAsync16(shared + L::kQuery + (piece / 8) * L::kQueryChunk + row * 128 + (((piece % 8) ^ (row & 7)) * 16),
-                          static_cast<const char*>(tensors.query) + source * kRowBytes + piece * 16, live ? 16 : 0);
+      const int source = row_index[row];
+      hopper::CopyAsync16(query + (piece / 8) * kQueryChunk + row * 128 + (((piece % 8) ^ (row & 7)) * 16),
+                          static_cast<const char*>(tensors.query) + (source < 0 ? 0 : source * kRowBytes + piece * 16),
+                          source < 0 ? 0 : 16);
     }
     hopper::CopyAsyncCommit();
-    float output[4][kGroups * 4];
+    float output[8][kOwn * 4];  // value columns 64 m … of the own rows; written first by the first tile's products
+    float reference[kOwn * 2], sum[kOwn * 2];
 #pragma unroll
-    for (int m = 0; m < 4; ++m) {
-#pragma unroll
-      for (int r = 0; r < kGroups * 4; ++r) output[m][r] = 0.0f;
-    }
-    float reference[kScores * 2], sum[kScores * 2];
-#pragma unroll
-    for (int c = 0; c < kScores * 2; ++c) {
+    for (int c = 0; c < kOwn * 2; ++c) {
       reference[c] = kUnseen;
       sum[c] = 0.0f;
     }
-    hopper::CopyAsyncWait<0>();
-    hopper::FenceAsyncProxy();
-    hopper::NamedBarrier<kStored, kConsumers>();
-
-    const int tiles = (fragment.end - fragment.begin + kStep - 1) / kStep;
-    for (int i = 0; i < tiles; ++i, ++tile) {
-      const int stage = tile & 1;
-      const uint32_t latent = shared + L::kLatent + stage * kLatentStage;
-      const int rope_stage = tile % L::kRopeStages;
-
-      // Scores of the tile's 64 positions: thread's fragment r of group g is position 16·warp + lane/4 + 8·(r/2), row
-      // column + r%2.
-      float score[kScores * 4];
-      hopper::BarrierWait(barriers.LatentFull(stage), (tile >> 1) & 1);
-      if constexpr (kOwn > 0) {
-        const uint32_t query = shared + L::kQuery + first_own * kGroupRows * 128;
-        hopper::ProductsFence();
+    // Scores of a tile's 64 positions: fragment r of group g is position 16·warp + lane/4 + 8·(r/2), row column + r%2.
+    float score[kOwn * 4];
+    auto queue_scores = [&](int of_tile) {
+      const uint32_t latent = shared + L::kLatent + (of_tile & 1) * kLatentStage;
+      const int rope_stage = of_tile % L::kRopeStages;
+      hopper::BarrierWait(barriers.LatentFull(of_tile & 1), (of_tile >> 1) & 1);
+      hopper::ProductsFence();
 #pragma unroll
-        for (int c = 0; c < kLatentChunks; ++c) {
-#pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            hopper::Product<kScores * 8, Major::kK>(score, hopper::Descriptor(latent + c * kChunk + k * 32),
-                                                    hopper::Descriptor(query + c * L::kQueryChunk + k * 32), c + k > 0);
-          }
-        }
-        hopper::BarrierWait(barriers.RopeFull(rope_stage), (tile / L::kRopeStages) & 1);
+      for (int c = 0; c < kLatentChunks; ++c) {
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          hopper::Product<kScores * 8, Major::kK>(score,
-                                                  hopper::Descriptor(shared + L::kRope + rope_stage * kChunk + k * 32),
-                                                  hopper::Descriptor(query + 8 * L::kQueryChunk + k * 32), 1);
+          hopper::Product<kRows, Major::kK>(score, hopper::Descriptor(latent + c * kChunk + k * 32),
+                                            hopper::Descriptor(query + c * kQueryChunk + k * 32), c + k > 0);
         }
-        hopper::ProductsCommit();
-        hopper::ProductsWait<0>();
-      } else {
-        hopper::BarrierWait(barriers.RopeFull(rope_stage), (tile / L::kRopeStages) & 1);
       }
-      if (lane == 0) hopper::BarrierArrive(barriers.RopeEmpty(rope_stage));
+      hopper::BarrierWait(barriers.RopeFull(rope_stage), (of_tile / L::kRopeStages) & 1);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        hopper::Product<kRows, Major::kK>(score, hopper::Descriptor(shared + L::kRope + rope_stage * kChunk + k * 32),
+                                          hopper::Descriptor(query + 8 * kQueryChunk + k * 32), 1);
+      }
+      hopper::ProductsCommit();
+    };
+    hopper::CopyAsyncWait<0>();
+    hopper::FenceAsyncProxy();
+    hopper::NamedBarrier<kId, kConsumerThreads>();
 
+    const int tiles = (fragment.end - fragment.begin + kStep - 1) / kStep;
+    auto finish_scores = [&](int of_tile) {
+      hopper::ProductsWait<0>();
+      if (lane == 0) hopper::BarrierArrive(barriers.RopeEmpty(of_tile % L::kRopeStages));
+    };
+    queue_scores(tile);
+    finish_scores(tile);
+    for (int i = 0; i < tiles; ++i, ++tile) {
       // Visibility: only the last tiles hold tree positions or end early.
       const int first = fragment.begin + i * kStep;
       if (first + kStep > fragment.context) {
@@ -281,30 +298,35 @@ __device__ void Consume(const AttentionArguments& arguments, uint32_t shared, ch
           excess = fmaxf(excess, score[g * 4 + r] - reference[g * 2 + r % 2]);
         }
       }
-      // All of the previous tile's products are done after this, so its probabilities may be overwritten.
-      const bool renew = hopper::NamedBarrierAny<kScoresDone, kConsumers>(excess > kReferenceSlack);
-      if (renew) {
+      // Past this barrier all warps' products with the previous probabilities are done: their room may be written.
+      if (hopper::NamedBarrierAny<kId, kConsumerThreads>(excess > kReferenceSlack)) {
 #pragma unroll
         for (int c = 0; c < kOwn * 2; ++c) {
           float most = fmaxf(score[(c / 2) * 4 + c % 2], score[(c / 2) * 4 + 2 + c % 2]);
           most = fmaxf(most, __shfl_xor_sync(~0u, most, 4));
           most = fmaxf(most, __shfl_xor_sync(~0u, most, 8));
           most = fmaxf(most, __shfl_xor_sync(~0u, most, 16));
-          if (lane < 4) reduction[warp * L::kRows + (first_own + c / 2) * 8 + column + c % 2] = most;
+          if (lane < 4) reduction[warp * kRows + (c / 2) * 8 + column + c % 2] = most;
         }
-        hopper::NamedBarrier<kReduced, kConsumers>();
+        hopper::NamedBarrier<kId, kConsumerThreads>();
 #pragma unroll
         for (int c = 0; c < kOwn * 2; ++c) {
-          const int row = (first_own + c / 2) * 8 + column + c % 2;
-          const float most = fmaxf(fmaxf(reduction[row], reduction[L::kRows + row]),
-                                   fmaxf(reduction[2 * L::kRows + row], reduction[3 * L::kRows + row]));
+          const int row = (c / 2) * 8 + column + c % 2;
+          const float most = fmaxf(fmaxf(reduction[row], reduction[kRows + row]),
+                                   fmaxf(reduction[2 * kRows + row], reduction[3 * kRows + row]));
           const float renewed = fmaxf(reference[c], most);
           const float factor = Exp2(reference[c] - renewed);
           sum[c] *= factor;
           reference[c] = renewed;
-          if (warp == 0 && lane < 4) factors[row] = factor;
+          if (i > 0) {
+#pragma unroll
+            for (int m = 0; m < 8; ++m) {
+              output[m][(c / 2) * 4 + c % 2] *= factor;
+              output[m][(c / 2) * 4 + 2 + c % 2] *= factor;
+            }
+          }
         }
-        hopper::NamedBarrier<kReduced, kConsumers>();  // the reduction's room becomes the probabilities' again
+        hopper::NamedBarrier<kId, kConsumerThreads>();  // the reduction's room becomes the probabilities' again
       }
 
 #pragma unroll
@@ -316,10 +338,9 @@ __device__ void Consume(const AttentionArguments& arguments, uint32_t shared, ch
         }
       }
       // Probabilities as [row][64 positions]: the 8 x 8 fragments are stored transposed.
-      const uint32_t probability = shared + L::kProbability;
 #pragma unroll
       for (int g = 0; g < kOwn; g += 2) {
-        const int row = (first_own + g + (lane / 16)) * 8 + lane % 8;
+        const int row = (g + (lane / 16)) * 8 + lane % 8;
         const int piece = warp * 2 + (lane / 8) % 2;
         const uint32_t address = probability + row * 128 + ((piece ^ (row & 7)) * 16);
         const uint32_t a = PackBf16(score[g * 4], score[g * 4 + 1]);
@@ -332,76 +353,66 @@ __device__ void Consume(const AttentionArguments& arguments, uint32_t shared, ch
         }
       }
       hopper::FenceAsyncProxy();
-      hopper::NamedBarrier<kStored, kConsumers>();
+      hopper::NamedBarrier<kId, kConsumerThreads>();
 
-      if (renew) {
-#pragma unroll
-        for (int g = 0; g < kGroups; ++g) {
-          const float even = factors[g * 8 + column], odd = factors[g * 8 + column + 1];
-#pragma unroll
-          for (int m = 0; m < 4; ++m) {
-            output[m][g * 4] *= even;
-            output[m][g * 4 + 1] *= odd;
-            output[m][g * 4 + 2] *= even;
-            output[m][g * 4 + 3] *= odd;
-          }
-        }
-      }
+      const uint32_t latent = shared + L::kLatent + (tile & 1) * kLatentStage;
       hopper::ProductsFence();
 #pragma unroll
-      for (int m = 0; m < 4; ++m) {
+      for (int m = 0; m < 8; ++m) {
 #pragma unroll
         for (int k = 0; k < kStep / 16; ++k) {
-          hopper::Product<L::kRows, Major::kMN>(output[m], hopper::Descriptor(latent + (half * 4 + m) * kChunk + k * 2048),
-                                                hopper::Descriptor(probability + k * 32), 1);
+          hopper::Product<kRows, Major::kMN>(output[m], hopper::Descriptor(latent + m * kChunk + k * 2048),
+                                             hopper::Descriptor(probability + k * 32), i + k > 0);
         }
       }
       hopper::ProductsCommit();
-      hopper::ProductsWait<0>();
-      if (lane == 0) hopper::BarrierArrive(barriers.LatentEmpty(stage));
+      if (i + 1 < tiles) {
+        queue_scores(tile + 1);
+        hopper::ProductsWait<1>();
+        if (lane == 0) hopper::BarrierArrive(barriers.LatentEmpty(tile & 1));
+        finish_scores(tile + 1);
+      } else {
+        hopper::ProductsWait<0>();
+        if (lane == 0) hopper::BarrierArrive(barriers.LatentEmpty(tile & 1));
+      }
     }
 
     // Sums over the positions that other lanes and warps hold, then the rows' scale and log-sum-exp.
-    hopper::NamedBarrier<kReduced, kConsumers>();
+    hopper::NamedBarrier<kId, kConsumerThreads>();
 #pragma unroll
     for (int c = 0; c < kOwn * 2; ++c) {
       float total = sum[c];
       total += __shfl_xor_sync(~0u, total, 4);
       total += __shfl_xor_sync(~0u, total, 8);
       total += __shfl_xor_sync(~0u, total, 16);
-      if (lane < 4) reduction[warp * L::kRows + (first_own + c / 2) * 8 + column + c % 2] = total;
-    }
-    hopper::NamedBarrier<kReduced, kConsumers>();
-    const bool partial = fragment.slot >= 0;
-    if (warp == 0 && lane < 4) {
-#pragma unroll
-      for (int c = 0; c < kOwn * 2; ++c) {
-        const int row = (first_own + c / 2) * 8 + column + c % 2;
-        const float total = (reduction[row] + reduction[L::kRows + row]) +
-                            (reduction[2 * L::kRows + row] + reduction[3 * L::kRows + row]);
-        factors[row] = total > 0.0f ? 1.0f / total : 0.0f;
-        const float lse = total > 0.0f ? reference[c] + log2f(total) : -INFINITY;
-        if (partial) {
-          arguments.workspace.partial_lse[static_cast<int64_t>(fragment.slot) * L::kRows + row] = lse;
-        } else if (tensors.lse != nullptr) {
-          const int group = fragment.first_group + row / kGroupRows;
-          const int head = (group % groups_per_node) * kGroupRows + row % kGroupRows;
-          if (row / kGroupRows < fragment.groups && head < shape.heads) {
-            tensors.lse[request_rows + group / groups_per_node * shape.heads + head] = lse * 0.69314718055994531f;
-          }
-        }
+      if (lane < 4) {
+        reduction[warp * kRows + (c / 2) * 8 + column + c % 2] = total;
+        if (warp == 0) factors[(c / 2) * 8 + column + c % 2] = reference[c];
       }
     }
-    hopper::NamedBarrier<kReduced, kConsumers>();
+    hopper::NamedBarrier<kId, kConsumerThreads>();
+    const bool partial = fragment.slot >= 0;
+    const int64_t partial_row = static_cast<int64_t>(fragment.slot) * L::kRows + first_own * kGroupRows;
+    if (thread < kRows) {
+      const float total = (reduction[thread] + reduction[kRows + thread]) +
+                          (reduction[2 * kRows + thread] + reduction[3 * kRows + thread]);
+      const float lse = total > 0.0f ? factors[thread] + log2f(total) : -INFINITY;
+      factors[thread] = total > 0.0f ? 1.0f / total : 0.0f;
+      if (partial) {
+        arguments.workspace.partial_lse[partial_row + thread] = lse;
+      } else if (tensors.lse != nullptr && row_index[thread] >= 0) {
+        tensors.lse[row_index[thread]] = lse * 0.69314718055994531f;
+      }
+    }
+    hopper::NamedBarrier<kId, kConsumerThreads>();
 
     // Output rows of 1,024 bytes, staged where the queries were.
-    const uint32_t staged = shared + L::kQuery;
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
+    for (int g = 0; g < kOwn; ++g) {
       const float even = factors[g * 8 + column], odd = factors[g * 8 + column + 1];
       const int row = g * 8 + lane % 8;
 #pragma unroll
-      for (int m = 0; m < 4; m += 2) {
+      for (int m = 0; m < 8; m += 2) {
         uint32_t packed[4];
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
@@ -409,39 +420,37 @@ __device__ void Consume(const AttentionArguments& arguments, uint32_t shared, ch
           const float high = output[m + r / 2][g * 4 + (r % 2) * 2 + 1] * odd;
           packed[r] = partial ? PackHalf(low, high) : PackBf16(low, high);
         }
-        const int piece = (half * 4 + m + lane / 16) * 8 + warp * 2 + (lane / 8) % 2;
-        hopper::StoreTransposed4(staged + row * 1024 + ((piece ^ (row & 7)) * 16), packed[0], packed[1], packed[2], packed[3]);
+        const int piece = (m + lane / 16) * 8 + warp * 2 + (lane / 8) % 2;
+        hopper::StoreTransposed4(query + row * 1024 + ((piece ^ (row & 7)) * 16), packed[0], packed[1], packed[2], packed[3]);
       }
     }
-    hopper::NamedBarrier<kStored, kConsumers>();
-    for (int i = thread; i < L::kRows * 64; i += kConsumers) {
-      const int row = i / 64, piece = i % 64;
-      const int group = fragment.first_group + row / kGroupRows;
-      const int head = (group % groups_per_node) * kGroupRows + row % kGroupRows;
-      if (row / kGroupRows >= fragment.groups || head >= shape.heads) continue;
-      const uint4 value = *reinterpret_cast<const uint4*>(shared_pointer + L::kQuery + row * 1024 + ((piece ^ (row & 7)) * 16));
-      char* to = partial ? reinterpret_cast<char*>(arguments.workspace.partial_output) +
-                               (static_cast<int64_t>(fragment.slot) * L::kRows + row) * 1024
-                         : static_cast<char*>(tensors.output) +
-                               (request_rows + group / groups_per_node * shape.heads + head) * 1024;
+    hopper::NamedBarrier<kId, kConsumerThreads>();
+    const int piece = thread % 64;
+#pragma unroll 4
+    for (int row = thread / 64; row < kRows; row += 2) {
+      if (row_index[row] < 0) continue;
+      const uint4 value = *reinterpret_cast<const uint4*>(shared_pointer + query_offset + row * 1024 + ((piece ^ (row & 7)) * 16));
+      char* to = partial ? reinterpret_cast<char*>(arguments.workspace.partial_output) + (partial_row + row) * 1024
+                         : static_cast<char*>(tensors.output) + row_index[row] * int64_t{1024};
       *reinterpret_cast<uint4*>(to + piece * 16) = value;
     }
-    hopper::NamedBarrier<kStored, kConsumers>();  // the room is the next fragment's queries'
+    hopper::NamedBarrier<kId, kConsumerThreads>();  // the room is the next fragment's queries'
   }
 }
 
 template <int kGroups>
 __global__ void __launch_bounds__(kThreads, 1) VerifyHopper(const __grid_constant__ AttentionArguments arguments) {
   using L = Layout<kGroups>;
+  constexpr int kConsumerWarps = L::kFirst < kGroups ? 8 : 4;
   extern __shared__ __align__(1024) char shared_pointer[];
   const uint32_t shared = hopper::SharedAddress(shared_pointer);
   const Barriers<kGroups> barriers{shared + L::kBarriers};
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) {
       hopper::BarrierInit(barriers.LatentFull(s), 64);
-      hopper::BarrierInit(barriers.LatentEmpty(s), kConsumers / 32);
+      hopper::BarrierInit(barriers.LatentEmpty(s), kConsumerWarps);
       hopper::BarrierInit(barriers.RopeFull(s), 64);
-      hopper::BarrierInit(barriers.RopeEmpty(s), kConsumers / 32);
+      hopper::BarrierInit(barriers.RopeEmpty(s), kConsumerWarps);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -450,16 +459,17 @@ __global__ void __launch_bounds__(kThreads, 1) VerifyHopper(const __grid_constan
   cudaTriggerProgrammaticLaunchCompletion();
 
   const int warpgroup = threadIdx.x / 128;
-  constexpr int kFirst = (kGroups + 1) / 2;
   if (warpgroup == 2) {
     hopper::RegistersLower<56>();
     Produce<kGroups>(arguments, shared, barriers);
   } else if (warpgroup == 0) {
-    hopper::RegistersRaise<224>();
-    Consume<kGroups, kFirst>(arguments, shared, shared_pointer, barriers, 0, 0);
+    hopper::RegistersRaise<L::kFirst == 5 ? 240 : 224>();
+    Consume<kGroups, L::kFirst, 1>(arguments, shared, shared_pointer, barriers, 0);
   } else {
-    hopper::RegistersRaise<224>();
-    Consume<kGroups, kGroups - kFirst>(arguments, shared, shared_pointer, barriers, 1, kFirst);
+    hopper::RegistersRaise<L::kFirst == 5 ? 208 : 224>();
+    if constexpr (L::kFirst < kGroups) {
+      Consume<kGroups, kGroups - L::kFirst, 2>(arguments, shared, shared_pointer, barriers, L::kFirst);
+    }
   }
 }
 
