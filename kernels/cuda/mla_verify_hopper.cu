@@ -15,7 +15,8 @@
 // The reference subtracted in the exponent is an old maximum, renewed only when some score exceeds it by more than
 // 2^8: softmax does not depend on it, and fp32 sums do not lose precision by a factor of 256.  In the usual step no
 // maximum is searched and nothing is rescaled.
-#include <cuda_bf16.h>
+#include <array>
+#include <utility>
 
 #include "kernels/cuda/hopper.cuh"
 #include "kernels/cuda/mla_verify_internal.cuh"
@@ -479,8 +480,8 @@ __global__ void __launch_bounds__(kThreads, 1) VerifyHopper(const __grid_constan
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  cudaGridDependencySynchronize();
-  cudaTriggerProgrammaticLaunchCompletion();
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 
   if (threadIdx.x >= kConsumers) {
     hopper::RegistersLower<56>();
@@ -494,39 +495,40 @@ __global__ void __launch_bounds__(kThreads, 1) VerifyHopper(const __grid_constan
   }
 }
 
-template <int kGroups>
-cudaError_t Launch(const AttentionArguments& arguments, cudaStream_t stream) {
-  constexpr int kBytes = Layout<kGroups>::kBytes;
-  static const cudaError_t prepared =
-      cudaFuncSetAttribute(VerifyHopper<kGroups>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (prepared != cudaSuccess) return prepared;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(arguments.blocks);
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = kBytes;
-  config.stream = stream;
-  return cudaLaunchKernelEx(&config, VerifyHopper<kGroups>, arguments);
+using Kernel = void (*)(AttentionArguments);
+
+template <int... kGroups>
+constexpr auto Kernels(std::integer_sequence<int, kGroups...>) {
+  struct Entry {
+    Kernel kernel;
+    int bytes;
+  };
+  return std::array<Entry, sizeof...(kGroups)>{Entry{VerifyHopper<kGroups + 1>, Layout<kGroups + 1>::kBytes}...};
 }
+constexpr auto kKernels = Kernels(std::make_integer_sequence<int, kMaxGroups>{});  // [groups per tile − 1]
 
 }  // namespace
 
 Instance HopperInstance(const coppice_mla_shape& shape) {
-  const int groups = shape.nodes * GroupsPerNode(shape.heads);
-  const int tiles = (groups + kMaxGroups - 1) / kMaxGroups;
-  return {.tile_groups = (groups + tiles - 1) / tiles, .step_tokens = kStep, .blocks_per_sm = 1};
+  return {.tile_groups = EvenTile(shape.nodes * GroupsPerNode(shape.heads), kMaxGroups),
+          .step_tokens = kStep,
+          .blocks_per_sm = 1};
+}
+
+bool HopperRuns(const coppice_mla_shape& shape) { return shape.cache_type == COPPICE_MLA_BF16; }
+
+cudaError_t PrepareHopper() {
+  for (const auto& entry : kKernels) {
+    const cudaError_t error =
+        cudaFuncSetAttribute(entry.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, entry.bytes);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 cudaError_t LaunchHopper(const AttentionArguments& arguments, cudaStream_t stream) {
-  switch (HopperInstance(arguments.shape).tile_groups) {
-    case 1: return Launch<1>(arguments, stream);
-    case 2: return Launch<2>(arguments, stream);
-    case 3: return Launch<3>(arguments, stream);
-    case 4: return Launch<4>(arguments, stream);
-    case 5: return Launch<5>(arguments, stream);
-    case 6: return Launch<6>(arguments, stream);
-    case 7: return Launch<7>(arguments, stream);
-    default: return Launch<8>(arguments, stream);
-  }
+  const auto& entry = kKernels[arguments.instance.tile_groups - 1];
+  return LaunchDependent(entry.kernel, arguments.blocks, kThreads, entry.bytes, stream, arguments);
 }
 
 }  // namespace coppice::mla
