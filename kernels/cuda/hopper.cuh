@@ -78,10 +78,24 @@ __device__ __forceinline__ void CopyAsync16(uint32_t to, const void* from) {
 __device__ __forceinline__ void CopyAsync16(uint32_t to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
+// Arrives at the barrier once this thread's copies so far have landed.  They are ordinary writes: who waits and then lets
+// warpgroup products read them needs FenceAsyncProxy in between.
+__device__ __forceinline__ void CopyAsyncArrive(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
 __device__ __forceinline__ void CopyAsyncCommit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>
 __device__ __forceinline__ void CopyAsyncWait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// ---- bulk stores: `bytes` (a multiple of 16) from shared memory, both addresses aligned to 16 -----------------------------
+__device__ __forceinline__ void BulkStore(void* to, uint32_t from, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+}
+// Waits until this thread's bulk stores are written.
+__device__ __forceinline__ void BulkStoresFinish() {
+  asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 // ---- stores of 8 x 8 fragments, transposed: lane l gives the address of row l % 8 of matrix l / 8 ------------------------

@@ -7,12 +7,12 @@
 //   output  O^T[512 x rows] += V^T[512 x 64] · P^T     A: the same tile, transposed by its descriptor
 //
 // Two warpgroups ("consumers") each score half of the groups and accumulate half of the 512 value columns; the next tile's
-// scores are queued behind this tile's outputs.  A third warpgroup ("producers", two warps per stage) fetches.  Two
+// scores are queued behind this tile's outputs.  A third warpgroup ("producers") fetches.  Two
 // barriers of the consumers per tile: one after the scores, which also asks whether any has left the reference's range,
 // and one after the probabilities are stored.
 //
 // The exponent's reference is each row's exact running maximum: a probability of exactly 1 for the position that dominates is
-// worth a fifth of the error that bf16 probabilities cause, as are sums over the rounded ones.  A tile in which no row's
+// worth a fifth of the error that bf16 probabilities cause.  A tile in which no row's
 // maximum grows searches none and rescales nothing; otherwise only groups that grow pay.
 #include <array>
 #include <utility>
@@ -34,6 +34,7 @@ constexpr int kConsumers = 256;
 constexpr int kThreads = kConsumers + 128;
 constexpr int kMaxGroups = 9;
 constexpr int64_t kRowBytes = COPPICE_MLA_ROW * 2;
+constexpr int kStagedRow = 1024 + 16;
 constexpr float kUnseen = -1e30f;            // reference of a row that has seen nothing yet
 
 // Shared memory of a block, in bytes from a base aligned to 1,024.
@@ -73,9 +74,6 @@ __device__ __forceinline__ float Exp2(float x) {
 // Integers in the order of the floats; its own inverse.
 __device__ __forceinline__ int Ordered(int bits) { return bits ^ ((bits >> 31) & 0x7fffffff); }
 
-__device__ __forceinline__ float Bf16Low(uint32_t packed) { return __uint_as_float(packed << 16); }
-__device__ __forceinline__ float Bf16High(uint32_t packed) { return __uint_as_float(packed & 0xffff0000u); }
-
 __device__ __forceinline__ uint32_t PackBf16(float low, float high) {
   uint32_t packed;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
@@ -83,11 +81,8 @@ __device__ __forceinline__ uint32_t PackBf16(float low, float high) {
 }
 
 __device__ __forceinline__ uint32_t PackHalf(float low, float high) {
-  constexpr float kMax = 65504.0f;
-  low = fminf(fmaxf(low, -kMax), kMax);
-  high = fminf(fmaxf(high, -kMax), kMax);
   uint32_t packed;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
 }
 
@@ -109,79 +104,67 @@ struct Work {
 };
 
 // ---- producers ---------------------------------------------------------------------------------------------------------
-// Two warps per stage; lane l of a warp copies 16-byte piece l % 8 of rows l / 8, l / 8 + 4, … of the warp's 32.
+// Four warps fetch each tile together; lane l of a warp copies 16-byte piece l % 8 of rows l / 8, l / 8 + 4, … of the
+// warp's 16.
 template <int kGroups>
 __device__ void Produce(const AttentionArguments& arguments, uint32_t shared, Barriers barriers) {
   using L = Layout<kGroups>;
-  constexpr int kRowsPerLane = 8;
-  const int warp = threadIdx.x / 32 - kConsumers / 32;
-  const int stage = warp / 2;
+  constexpr int kRowsPerLane = 4;
   const int lane = threadIdx.x % 32;
-  const int first_row = (warp % 2) * 32 + lane / 8;
+  const int first_row = (threadIdx.x - kConsumers) / 32 * 16 + lane / 8;
   const int piece = lane % 8;
-  const uint32_t latent = shared + L::kLatent + stage * kTile + first_row * 128;
   // Row r's piece p lies at p ^ (r & 7), and r & 7 of this lane's rows alternates between two values.
-  const uint32_t swizzled[2] = {static_cast<uint32_t>((piece ^ (first_row & 7)) * 16),
-                                static_cast<uint32_t>((piece ^ ((first_row + 4) & 7)) * 16)};
+  const uint32_t even = first_row * 128 + ((piece ^ (first_row & 7)) * 16);
+  const uint32_t odd = (first_row + 4) * 128 + ((piece ^ ((first_row + 4) & 7)) * 16);
   const auto& tensors = arguments.tensors;
   const int page_shift = arguments.page_shift;
   const int page_mask = (1 << page_shift) - 1;
   const char* cache = static_cast<const char*>(tensors.cache) + piece * 16;
 
-  int tile = 0;  // of the block, over all its fragments: stage = tile % 2
+  int tile = 0;  // of the block, over all its fragments
   Work work(arguments.workspace);
   for (Fragment fragment; work.Take(arguments.workspace, fragment);) {
     const int32_t* table = tensors.page_table + fragment.request * tensors.table_stride;
-    const int tiles = (fragment.end - fragment.begin + kStep - 1) / kStep;
-    // Pages of this lane's rows, looked up one tile of this half ahead, so that the copies never wait for the table.
+    // Pages of this lane's rows, looked up one tile ahead, so that the copies never wait for the table.
     int32_t next[kRowsPerLane];
-    auto look_up = [&](int of_tile) {
+    auto look_up = [&](int position) {
 #pragma unroll
       for (int r = 0; r < kRowsPerLane; ++r) {
-        const int position = fragment.begin + of_tile * kStep + first_row + r * 4;
-        next[r] = position < fragment.end ? table[position >> page_shift] : -1;
+        next[r] = position + r * 4 < fragment.end ? table[(position + r * 4) >> page_shift] : -1;
       }
     };
-    int i = (stage ^ tile) & 1;  // this half's first tile of the fragment
-    if (i < tiles) look_up(i);
-    for (; i < tiles; i += 2) {
-      const int use = tile + i;
-      const int position = fragment.begin + i * kStep + first_row;
-      int32_t page[kRowsPerLane];
-#pragma unroll
-      for (int r = 0; r < kRowsPerLane; ++r) page[r] = next[r];
-      auto row = [&](int r) {
-        return cache + (page[r] < 0 ? 0 : page[r] * tensors.page_stride + ((position + r * 4) & page_mask) * kRowBytes);
-      };
-      if (i + 2 < tiles) look_up(i + 2);
-
-      hopper::BarrierWait(barriers.LatentEmpty(stage), ((use >> 1) & 1) ^ 1);
+    look_up(fragment.begin + first_row);
+    for (int begin = fragment.begin; begin < fragment.end; begin += kStep, ++tile) {
+      const int position = begin + first_row;
+      const char* row[kRowsPerLane];
+      int bytes[kRowsPerLane];  // 0: past the end, filled with zeros
 #pragma unroll
       for (int r = 0; r < kRowsPerLane; ++r) {
-        const char* from = row(r);
-        const int bytes = page[r] < 0 ? 0 : 16;
+        bytes[r] = next[r] < 0 ? 0 : 16;
+        row[r] = cache + (next[r] < 0 ? 0 : next[r] * tensors.page_stride + ((position + r * 4) & page_mask) * kRowBytes);
+      }
+      look_up(position + kStep);
+
+      const int stage = tile & 1;
+      const uint32_t latent = shared + L::kLatent + stage * kTile;
+      hopper::BarrierWait(barriers.LatentEmpty(stage), ((tile >> 1) & 1) ^ 1);
+#pragma unroll
+      for (int r = 0; r < kRowsPerLane; ++r) {
 #pragma unroll
         for (int c = 0; c < kLatentChunks; ++c) {
-          hopper::CopyAsync16(latent + c * kChunk + r * 512 + swizzled[r & 1], from + c * 128, bytes);
+          hopper::CopyAsync16(latent + (r & 1 ? odd : even) + (r & 2) * 512 + c * kChunk, row[r] + c * 128, bytes[r]);
         }
       }
-      hopper::CopyAsyncCommit();
-      const int rope_stage = use % L::kRopeStages;
-      const uint32_t rope = shared + L::kRope + rope_stage * kChunk + first_row * 128;
-      hopper::BarrierWait(barriers.RopeEmpty(rope_stage), ((use / L::kRopeStages) & 1) ^ 1);
+      hopper::CopyAsyncArrive(barriers.LatentFull(stage));
+      const int rope_stage = tile % L::kRopeStages;
+      const uint32_t rope = shared + L::kRope + rope_stage * kChunk;
+      hopper::BarrierWait(barriers.RopeEmpty(rope_stage), ((tile / L::kRopeStages) & 1) ^ 1);
 #pragma unroll
       for (int r = 0; r < kRowsPerLane; ++r) {
-        hopper::CopyAsync16(rope + r * 512 + swizzled[r & 1], row(r) + kLatentChunks * 128, page[r] < 0 ? 0 : 16);
+        hopper::CopyAsync16(rope + (r & 1 ? odd : even) + (r & 2) * 512, row[r] + kLatentChunks * 128, bytes[r]);
       }
-      hopper::CopyAsyncCommit();
-      hopper::CopyAsyncWait<1>();
-      hopper::FenceAsyncProxy();
-      hopper::BarrierArrive(barriers.LatentFull(stage));
-      hopper::CopyAsyncWait<0>();
-      hopper::FenceAsyncProxy();
-      hopper::BarrierArrive(barriers.RopeFull(rope_stage));
+      hopper::CopyAsyncArrive(barriers.RopeFull(rope_stage));
     }
-    tile += tiles;
   }
 }
 
@@ -223,13 +206,16 @@ __device__ void Consume(const AttentionArguments& arguments, uint32_t shared, ch
     }
     ConsumersMeet();
     // Queries, swizzled by chunks of 64 columns; rows that are no head of a live node are zeros.
-#pragma unroll 4
-    for (int i = thread; i < L::kRows * 72; i += kConsumers) {
-      const int row = i / 72, piece = i % 72;
+#pragma unroll
+    for (int pass = 0; pass < (L::kRows + 31) / 32; ++pass) {
+      const int row = pass * 32 + thread / 8;
+      if (row >= L::kRows) break;
       const int source = row_index[row];
-      hopper::CopyAsync16(
-          shared + L::kQuery + (piece / 8) * L::kQueryChunk + row * 128 + (((piece % 8) ^ (row & 7)) * 16),
-          static_cast<const char*>(tensors.query) + (source < 0 ? 0 : source * kRowBytes + piece * 16), source < 0 ? 0 : 16);
+      const int bytes = source < 0 ? 0 : 16;
+      const char* from = static_cast<const char*>(tensors.query) + (source < 0 ? 0 : source * kRowBytes + thread % 8 * 16);
+      const uint32_t to = shared + L::kQuery + row * 128 + ((thread % 8) ^ (row & 7)) * 16;
+#pragma unroll
+      for (int c = 0; c < 9; ++c) hopper::CopyAsync16(to + c * L::kQueryChunk, from + c * 128, bytes);
     }
     hopper::CopyAsyncCommit();
     float output[4][kGroups * 4];  // written first by the first tile's products
@@ -242,31 +228,33 @@ __device__ void Consume(const AttentionArguments& arguments, uint32_t shared, ch
     // Scores of a tile's 64 positions: fragment r of group g is position 16·warp + lane/4 + 8·(r/2), row column + r%2.
     float score[kScores * 4];
     auto queue_scores = [&](int of_tile) {
-      const uint32_t latent = shared + L::kLatent + (of_tile & 1) * kTile;
-      const uint32_t query = shared + L::kQuery + kFirst * kGroupRows * 128;
       const int rope_stage = of_tile % L::kRopeStages;
-      hopper::BarrierWait(barriers.LatentFull(of_tile & 1), (of_tile >> 1) & 1);
-      if constexpr (kOwn > 0) {
-        hopper::ProductsFence();
-#pragma unroll
-        for (int c = 0; c < kLatentChunks; ++c) {
+      uint64_t keys = hopper::Descriptor(shared + L::kLatent + (of_tile & 1) * kTile);
+      uint64_t queries = hopper::Descriptor(shared + L::kQuery + kFirst * kGroupRows * 128);
+      auto chunk = [&](bool first) {
+        if constexpr (kOwn > 0) {
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
-            hopper::Product<kScores * 8, Major::kK>(score, hopper::Descriptor(latent + c * kChunk + k * 32),
-                                                    hopper::Descriptor(query + c * L::kQueryChunk + k * 32), c + k > 0);
+            hopper::Product<kScores * 8, Major::kK>(score, keys + (k * 32 >> 4), queries + (k * 32 >> 4), !first || k > 0);
           }
         }
+      };
+      hopper::BarrierWait(barriers.LatentFull(of_tile & 1), (of_tile >> 1) & 1);
+      hopper::FenceAsyncProxy();
+      hopper::ProductsFence();
+      chunk(true);
+#pragma unroll 1
+      for (int c = 1; c < kLatentChunks; ++c) {
+        keys += kChunk >> 4;
+        queries += L::kQueryChunk >> 4;
+        chunk(false);
       }
       hopper::BarrierWait(barriers.RopeFull(rope_stage), (of_tile / L::kRopeStages) & 1);
-      if constexpr (kOwn > 0) {
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          hopper::Product<kScores * 8, Major::kK>(score,
-                                                  hopper::Descriptor(shared + L::kRope + rope_stage * kChunk + k * 32),
-                                                  hopper::Descriptor(query + 8 * L::kQueryChunk + k * 32), 1);
-        }
-        hopper::ProductsCommit();
-      }
+      hopper::FenceAsyncProxy();
+      keys = hopper::Descriptor(shared + L::kRope + rope_stage * kChunk);
+      queries += L::kQueryChunk >> 4;
+      chunk(false);
+      hopper::ProductsCommit();
     };
     auto finish_scores = [&](int of_tile) {
       hopper::ProductsWait<0>();
@@ -315,26 +303,30 @@ __device__ void Consume(const AttentionArguments& arguments, uint32_t shared, ch
       const bool renew = hopper::NamedBarrierAny<1, kConsumers>(grows);
       if (renew) {
 #pragma unroll
-        for (int g = 0; g < kOwn; ++g) {
-          if (!__any_sync(~0u, most[g * 2] > reference[g * 2] || most[g * 2 + 1] > reference[g * 2 + 1])) continue;
+        for (int lanes = 4; lanes < 32; lanes *= 2) {
 #pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            float peak = most[g * 2 + c];
-            peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 4));
-            peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 8));
-            peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 16));
-            if (lane < 4) atomicMax(&peaks[(kFirst + g) * 8 + column + c], Ordered(__float_as_int(peak)));
+          for (int c = 0; c < kOwn * 2; ++c) most[c] = fmaxf(most[c], __shfl_xor_sync(~0u, most[c], lanes));
+        }
+        if (lane < 4) {
+#pragma unroll
+          for (int c = 0; c < kOwn * 2; ++c) {
+            atomicMax(&peaks[(kFirst + c / 2) * 8 + column + c % 2], Ordered(__float_as_int(most[c])));
           }
         }
         ConsumersMeet();
 #pragma unroll
-        for (int c = 0; c < kOwn * 2; ++c) {
-          const int row = (kFirst + c / 2) * 8 + column + c % 2;
-          const float renewed = __int_as_float(Ordered(peaks[row]));
-          const float factor = Exp2(reference[c] - renewed);
-          sum[c] *= factor;
-          reference[c] = renewed;
-          if (warp == 0 && lane < 4) factors[row] = factor;
+        for (int g = 0; g < kOwn; ++g) {
+          const int row = (kFirst + g) * 8 + column;
+          const int2 peak = *reinterpret_cast<const int2*>(&peaks[row]);
+          const float renewed[2] = {__int_as_float(Ordered(peak.x)), __int_as_float(Ordered(peak.y))};
+          float2 factor;
+          factor.x = Exp2(reference[g * 2] - renewed[0]);
+          factor.y = Exp2(reference[g * 2 + 1] - renewed[1]);
+          sum[g * 2] *= factor.x;
+          sum[g * 2 + 1] *= factor.y;
+          reference[g * 2] = renewed[0];
+          reference[g * 2 + 1] = renewed[1];
+          if (warp == 0 && lane < 4) *reinterpret_cast<float2*>(&factors[row]) = factor;
         }
       }
       // Probabilities as [row][64 positions]: the 8 x 8 fragments are stored transposed.
@@ -343,11 +335,11 @@ __device__ void Consume(const AttentionArguments& arguments, uint32_t shared, ch
       for (int g = 0; g < kOwn; ++g) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const uint32_t pair = PackBf16(Exp2(score[g * 4 + r * 2] - reference[g * 2]),
-                                         Exp2(score[g * 4 + r * 2 + 1] - reference[g * 2 + 1]));
-          sum[g * 2] += Bf16Low(pair);
-          sum[g * 2 + 1] += Bf16High(pair);
-          packed[g * 2 + r] = pair;
+          const float low = Exp2(score[g * 4 + r * 2] - reference[g * 2]);
+          const float high = Exp2(score[g * 4 + r * 2 + 1] - reference[g * 2 + 1]);
+          sum[g * 2] += low;
+          sum[g * 2 + 1] += high;
+          packed[g * 2 + r] = PackBf16(low, high);
         }
       }
 #pragma unroll
@@ -365,28 +357,38 @@ __device__ void Consume(const AttentionArguments& arguments, uint32_t shared, ch
       ConsumersMeet();
 
       if (renew && tile > first_tile) {
+        float2 factor[kGroups];
+        uint32_t grown = 0;
 #pragma unroll
         for (int g = 0; g < kGroups; ++g) {
-          const float even = factors[g * 8 + column], odd = factors[g * 8 + column + 1];
-          if (!__any_sync(~0u, even != 1.0f || odd != 1.0f)) continue;
+          factor[g] = *reinterpret_cast<const float2*>(&factors[g * 8 + column]);
+          if (factor[g].x != 1.0f || factor[g].y != 1.0f) grown |= 1u << g;
+        }
+        grown = __reduce_or_sync(~0u, grown);
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+          if (!((grown >> g) & 1)) continue;
 #pragma unroll
           for (int m = 0; m < 4; ++m) {
-            output[m][g * 4] *= even;
-            output[m][g * 4 + 1] *= odd;
-            output[m][g * 4 + 2] *= even;
-            output[m][g * 4 + 3] *= odd;
+            output[m][g * 4] *= factor[g].x;
+            output[m][g * 4 + 1] *= factor[g].y;
+            output[m][g * 4 + 2] *= factor[g].x;
+            output[m][g * 4 + 3] *= factor[g].y;
           }
         }
       }
-      const uint32_t values = shared + L::kLatent + (tile & 1) * kTile + kWhich * 4 * kChunk;
+      uint64_t values = hopper::Descriptor(shared + L::kLatent + (tile & 1) * kTile + kWhich * 4 * kChunk);
+      uint64_t weights = hopper::Descriptor(probability);
+      int add = tile > first_tile;
       hopper::ProductsFence();
+#pragma unroll 1
+      for (int k = 0; k < kStep / 16; ++k, add = 1) {
 #pragma unroll
-      for (int m = 0; m < 4; ++m) {
-#pragma unroll
-        for (int k = 0; k < kStep / 16; ++k) {
-          hopper::Product<L::kRows, Major::kMN>(output[m], hopper::Descriptor(values + m * kChunk + k * 2048),
-                                                hopper::Descriptor(probability + k * 32), k > 0 || tile > first_tile);
+        for (int m = 0; m < 4; ++m) {
+          hopper::Product<L::kRows, Major::kMN>(output[m], values + (m * kChunk >> 4), weights, add);
         }
+        values += 2048 >> 4;
+        weights += 32 >> 4;
       }
       hopper::ProductsCommit();
       if (first + kStep < fragment.end) {
@@ -430,35 +432,38 @@ __device__ void Consume(const AttentionArguments& arguments, uint32_t shared, ch
     }
     ConsumersMeet();
 
-    // Output rows of 1,024 bytes, staged where the queries were.
+    // Output rows of 1,024 bytes, staged where the queries were (a row is 65 pieces of 16 bytes, for the banks) and sent off
+    // by bulk copies.
+    auto stage = [&](auto pack) {
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      const float even = factors[g * 8 + column], odd = factors[g * 8 + column + 1];
-      const int row = g * 8 + lane % 8;
+      for (int g = 0; g < kGroups; ++g) {
+        const float2 factor = *reinterpret_cast<const float2*>(&factors[g * 8 + column]);
+        const uint32_t to = shared + L::kQuery + (g * 8 + lane % 8) * kStagedRow + kWhich * 512 + lane / 16 * 128 +
+                            warp * 32 + lane / 8 % 2 * 16;
 #pragma unroll
-      for (int m = 0; m < 4; m += 2) {
-        uint32_t packed[4];
+        for (int m = 0; m < 4; m += 2) {
+          uint32_t packed[4];
 #pragma unroll
-        for (int r = 0; r < 4; ++r) {
-          const float low = output[m + r / 2][g * 4 + (r % 2) * 2] * even;
-          const float high = output[m + r / 2][g * 4 + (r % 2) * 2 + 1] * odd;
-          packed[r] = partial ? PackHalf(low, high) : PackBf16(low, high);
+          for (int r = 0; r < 4; ++r) {
+            const float* pair = &output[m + r / 2][g * 4 + (r % 2) * 2];
+            packed[r] = pack(pair[0] * factor.x, pair[1] * factor.y);
+          }
+          hopper::StoreTransposed4(to + m * 128, packed[0], packed[1], packed[2], packed[3]);
         }
-        const int piece = (kWhich * 4 + m + lane / 16) * 8 + warp * 2 + (lane / 8) % 2;
-        hopper::StoreTransposed4(shared + L::kQuery + row * 1024 + ((piece ^ (row & 7)) * 16), packed[0], packed[1],
-                                 packed[2], packed[3]);
       }
+    };
+    if (partial) {
+      stage([](float low, float high) { return PackHalf(low, high); });
+    } else {
+      stage([](float low, float high) { return PackBf16(low, high); });
     }
+    hopper::FenceAsyncProxy();
     ConsumersMeet();
-    const int piece = thread % 64;
-#pragma unroll 4
-    for (int row = thread / 64; row < L::kRows; row += kConsumers / 64) {
-      if (row_index[row] < 0) continue;
-      const uint4 value =
-          *reinterpret_cast<const uint4*>(shared_pointer + L::kQuery + row * 1024 + ((piece ^ (row & 7)) * 16));
-      char* to = partial ? reinterpret_cast<char*>(arguments.workspace.partial_output) + (partial_row + row) * 1024
-                         : static_cast<char*>(tensors.output) + row_index[row] * int64_t{1024};
-      *reinterpret_cast<uint4*>(to + piece * 16) = value;
+    if (thread < L::kRows && row_index[thread] >= 0) {
+      char* to = partial ? reinterpret_cast<char*>(arguments.workspace.partial_output) + (partial_row + thread) * 1024
+                         : static_cast<char*>(tensors.output) + row_index[thread] * int64_t{1024};
+      hopper::BulkStore(to, shared + L::kQuery + thread * kStagedRow, 1024);
+      hopper::BulkStoresFinish();
     }
     ConsumersMeet();  // the room is the next fragment's queries'
   }
@@ -472,9 +477,9 @@ __global__ void __launch_bounds__(kThreads, 1) VerifyHopper(const __grid_constan
   const Barriers barriers{shared + L::kBarriers};
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
-      hopper::BarrierInit(barriers.LatentFull(stage), 64);
+      hopper::BarrierInit(barriers.LatentFull(stage), kThreads - kConsumers);
       hopper::BarrierInit(barriers.LatentEmpty(stage), kConsumers / 32);
-      hopper::BarrierInit(barriers.RopeFull(stage), 64);
+      hopper::BarrierInit(barriers.RopeFull(stage), kThreads - kConsumers);
       hopper::BarrierInit(barriers.RopeEmpty(stage), kConsumers / 32);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
