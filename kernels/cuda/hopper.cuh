@@ -93,9 +93,9 @@ __device__ __forceinline__ void CopyAsyncWait() {
 __device__ __forceinline__ void BulkStore(void* to, uint32_t from, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
 }
-// Waits until this thread's bulk stores are written.
-__device__ __forceinline__ void BulkStoresFinish() {
-  asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group 0;" ::: "memory");
+// Waits until this thread's bulk stores have read shared memory; they are written by the end of the grid.
+__device__ __forceinline__ void BulkStoresRead() {
+  asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 // ---- stores of 8 x 8 fragments, transposed: lane l gives the address of row l % 8 of matrix l / 8 ------------------------

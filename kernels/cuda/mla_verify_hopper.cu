@@ -43,12 +43,12 @@ struct Layout {
   static constexpr int kRows = kGroups * kGroupRows;
   static constexpr int kRopeStages = kGroups <= 8 ? 2 : 1;
   static constexpr int kQueryChunk = kRows * 128;
-  static constexpr int kQuery = 0;  // 9 chunks of [rows][64 columns]; the finished output is staged over it
+  // 9 chunks of [rows][64 columns].  After the last scores: sums of a consumer's four warps, fp32 [4][rows], and then the
+  // finished output.
+  static constexpr int kQuery = 0;
   static constexpr int kLatent = kQuery + 9 * kQueryChunk;
   static constexpr int kRope = kLatent + kStages * kTile;
-  // [rows][64 positions]; after the last tile, sums of a consumer's four warps, fp32 [4][rows].
-  static constexpr int kProbability = kRope + kRopeStages * kChunk;
-  static constexpr int kReduction = kProbability;
+  static constexpr int kProbability = kRope + kRopeStages * kChunk;  // [rows][64 positions]
   static constexpr int kFactors = kProbability + kRows * 128;  // fp32 [rows]: rescale factors, at the end 1 / sum
   static constexpr int kPeaks = kFactors + kRows * 4;          // int32 [rows]: running maxima, as Ordered()
   static constexpr int kRowIndex = kPeaks + kRows * 4;         // int32 [rows]: row of query and output, −1: none
@@ -186,7 +186,7 @@ __device__ void Consume(const AttentionArguments& arguments, uint32_t shared, ch
   const int column = (lane % 4) * 2;  // of each group's 8 rows, the two this thread's fragments hold
   const int groups_per_node = GroupsPerNode(shape.heads);
   float* factors = reinterpret_cast<float*>(shared_pointer + L::kFactors);
-  float* reduction = reinterpret_cast<float*>(shared_pointer + L::kReduction);
+  float* reduction = reinterpret_cast<float*>(shared_pointer + L::kQuery);
   int* peaks = reinterpret_cast<int*>(shared_pointer + L::kPeaks);
   int* row_index = reinterpret_cast<int*>(shared_pointer + L::kRowIndex);
   const uint32_t probability = shared + L::kProbability;
@@ -397,33 +397,34 @@ __device__ void Consume(const AttentionArguments& arguments, uint32_t shared, ch
         if (lane == 0) hopper::BarrierArrive(barriers.LatentEmpty(tile & 1));
         finish_scores(tile + 1);
       } else {
+        // While the last products run: sums over the positions that other lanes and warps hold.
+#pragma unroll
+        for (int lanes = 4; lanes < 32; lanes *= 2) {
+#pragma unroll
+          for (int c = 0; c < kOwn * 2; ++c) sum[c] += __shfl_xor_sync(~0u, sum[c], lanes);
+        }
+        if (lane < 4) {
+#pragma unroll
+          for (int g = 0; g < kOwn; ++g) {
+            *reinterpret_cast<float2*>(&reduction[warp * L::kRows + (kFirst + g) * 8 + column]) =
+                make_float2(sum[g * 2], sum[g * 2 + 1]);
+          }
+        }
         hopper::ProductsWait<0>();
         if (lane == 0) hopper::BarrierArrive(barriers.LatentEmpty(tile & 1));
       }
     }
 
-    // Sums over the positions that other lanes and warps hold, then the rows' scale and log-sum-exp.
-    ConsumersMeet();
-#pragma unroll
-    for (int c = 0; c < kOwn * 2; ++c) {
-      float total = sum[c];
-      total += __shfl_xor_sync(~0u, total, 4);
-      total += __shfl_xor_sync(~0u, total, 8);
-      total += __shfl_xor_sync(~0u, total, 16);
-      if (lane < 4) {
-        const int row = (kFirst + c / 2) * 8 + column + c % 2;
-        reduction[warp * L::kRows + row] = total;
-        if (warp == 0) factors[row] = reference[c];
-      }
-    }
+    // The rows' scale and log-sum-exp.
     ConsumersMeet();
     const bool partial = fragment.slot >= 0;
     const int64_t partial_row = static_cast<int64_t>(fragment.slot) * L::kRows;
     if (thread < L::kRows) {
       const float total = (reduction[thread] + reduction[L::kRows + thread]) +
                           (reduction[2 * L::kRows + thread] + reduction[3 * L::kRows + thread]);
-      const float lse = total > 0.0f ? factors[thread] + log2f(total) : -INFINITY;
-      factors[thread] = total > 0.0f ? 1.0f / total : 0.0f;
+      const float peak = __int_as_float(Ordered(peaks[thread]));
+      const float lse = total > 0.0f ? peak + __log2f(total) : -INFINITY;
+      factors[thread] = total > 0.0f ? __fdividef(1.0f, total) : 0.0f;
       if (partial) {
         arguments.workspace.partial_lse[partial_row + thread] = lse;
       } else if (tensors.lse != nullptr && row_index[thread] >= 0) {
@@ -437,6 +438,7 @@ __device__ void Consume(const AttentionArguments& arguments, uint32_t shared, ch
     auto stage = [&](auto pack) {
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
+        if (g >= fragment.groups) break;
         const float2 factor = *reinterpret_cast<const float2*>(&factors[g * 8 + column]);
         const uint32_t to = shared + L::kQuery + (g * 8 + lane % 8) * kStagedRow + kWhich * 512 + lane / 16 * 128 +
                             warp * 32 + lane / 8 % 2 * 16;
@@ -463,7 +465,7 @@ __device__ void Consume(const AttentionArguments& arguments, uint32_t shared, ch
       char* to = partial ? reinterpret_cast<char*>(arguments.workspace.partial_output) + (partial_row + thread) * 1024
                          : static_cast<char*>(tensors.output) + row_index[thread] * int64_t{1024};
       hopper::BulkStore(to, shared + L::kQuery + thread * kStagedRow, 1024);
-      hopper::BulkStoresFinish();
+      hopper::BulkStoresRead();
     }
     ConsumersMeet();  // the room is the next fragment's queries'
   }
