@@ -8,12 +8,11 @@
 //
 // Two warpgroups ("consumers") each score half of the groups and accumulate half of the 512 value columns; the next tile's
 // scores are queued behind this tile's outputs.  A third warpgroup ("producers") fetches.  Two
-// barriers of the consumers per tile: one after the scores, which also asks whether any has left the reference's range,
-// and one after the probabilities are stored.
+// barriers of the consumers per tile: one after the scores' maxima, and one after the probabilities are stored, which also
+// tells whether any maximum grew; only then is the output rescaled.
 //
-// The exponent's reference is each row's exact running maximum: a probability of exactly 1 for the position that dominates is
-// worth a fifth of the error that bf16 probabilities cause.  A tile in which no row's
-// maximum grows searches none and rescales nothing; otherwise only groups that grow pay.
+// The exponent's reference is each row's exact running maximum: that the position which dominates a row has a probability of
+// exactly 1 is worth a fifth of the error that bf16 probabilities cause.
 #include <array>
 #include <utility>
 
@@ -84,6 +83,33 @@ __device__ __forceinline__ uint32_t PackHalf(float low, float high) {
   uint32_t packed;
   asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
+}
+
+// Raises peaks[0 … kColumns / 2 · 8) of shared memory to this warp's maxima.  A lane holds kColumns values: of group g's 8 rows
+// the two at 2 · (lane % 4), for its own positions; lanes alike in lane % 4 hold the same rows.  They halve the rows among
+// each other at every step, so that all of it takes about kColumns exchanges instead of three times as many.
+template <int kColumns>
+__device__ __forceinline__ void RaisePeaks(const float (&values)[kColumns], int lane, int* peaks) {
+  constexpr int kHalf = (kColumns + 1) / 2, kQuarter = (kHalf + 1) / 2, kEighth = (kQuarter + 1) / 2;
+  auto at = [](const auto& array, int i, int size) { return i < size ? array[i] : -INFINITY; };
+  auto exchange = [&](float low, float high, bool upper, int lanes) {
+    const float received = __shfl_xor_sync(~0u, upper ? low : high, lanes);
+    return fmaxf(upper ? high : low, received);
+  };
+  const bool upper[3] = {(lane & 16) != 0, (lane & 8) != 0, (lane & 4) != 0};
+  float half[kHalf], quarter[kQuarter], eighth[kEighth];
+#pragma unroll
+  for (int i = 0; i < kHalf; ++i) half[i] = exchange(values[i], at(values, i + kHalf, kColumns), upper[0], 16);
+#pragma unroll
+  for (int i = 0; i < kQuarter; ++i) quarter[i] = exchange(half[i], at(half, i + kQuarter, kHalf), upper[1], 8);
+#pragma unroll
+  for (int i = 0; i < kEighth; ++i) eighth[i] = exchange(quarter[i], at(quarter, i + kEighth, kQuarter), upper[2], 4);
+  const int first = upper[0] * kHalf + upper[1] * kQuarter + upper[2] * kEighth;
+#pragma unroll
+  for (int i = 0; i < kEighth; ++i) {
+    const int c = min(first + i, kColumns - 1);  // past the end: -inf, which raises nothing
+    atomicMax(&peaks[c / 2 * 8 + lane % 4 * 2 + c % 2], Ordered(__float_as_int(eighth[i])));
+  }
 }
 
 // This block's fragments.  Usually every block has one, and block i's is fragment i: it is read along with its bounds, since
@@ -288,7 +314,6 @@ __device__ void Consume(const AttentionArguments& arguments, uint32_t shared, ch
         }
       }
       float most[kScores * 2];  // of this thread's two positions
-      bool grows = false;
 #pragma unroll
       for (int g = 0; g < kOwn; ++g) {
 #pragma unroll
@@ -296,38 +321,25 @@ __device__ void Consume(const AttentionArguments& arguments, uint32_t shared, ch
           score[g * 4 + c] *= arguments.scale_log2;
           score[g * 4 + 2 + c] *= arguments.scale_log2;
           most[g * 2 + c] = fmaxf(score[g * 4 + c], score[g * 4 + 2 + c]);
-          grows = grows || most[g * 2 + c] > reference[g * 2 + c];
         }
       }
+      if constexpr (kOwn > 0) RaisePeaks<kOwn * 2>(most, lane, peaks + kFirst * 8);
       // Past this barrier all products with the previous tile are done: its probabilities' room may be written.
-      const bool renew = hopper::NamedBarrierAny<1, kConsumers>(grows);
-      if (renew) {
+      ConsumersMeet();
+      bool grows = false;
 #pragma unroll
-        for (int lanes = 4; lanes < 32; lanes *= 2) {
-#pragma unroll
-          for (int c = 0; c < kOwn * 2; ++c) most[c] = fmaxf(most[c], __shfl_xor_sync(~0u, most[c], lanes));
-        }
-        if (lane < 4) {
-#pragma unroll
-          for (int c = 0; c < kOwn * 2; ++c) {
-            atomicMax(&peaks[(kFirst + c / 2) * 8 + column + c % 2], Ordered(__float_as_int(most[c])));
-          }
-        }
-        ConsumersMeet();
-#pragma unroll
-        for (int g = 0; g < kOwn; ++g) {
-          const int row = (kFirst + g) * 8 + column;
-          const int2 peak = *reinterpret_cast<const int2*>(&peaks[row]);
-          const float renewed[2] = {__int_as_float(Ordered(peak.x)), __int_as_float(Ordered(peak.y))};
-          float2 factor;
-          factor.x = Exp2(reference[g * 2] - renewed[0]);
-          factor.y = Exp2(reference[g * 2 + 1] - renewed[1]);
-          sum[g * 2] *= factor.x;
-          sum[g * 2 + 1] *= factor.y;
-          reference[g * 2] = renewed[0];
-          reference[g * 2 + 1] = renewed[1];
-          if (warp == 0 && lane < 4) *reinterpret_cast<float2*>(&factors[row]) = factor;
-        }
+      for (int g = 0; g < kOwn; ++g) {
+        const int row = (kFirst + g) * 8 + column;
+        const int2 peak = *reinterpret_cast<const int2*>(&peaks[row]);
+        const float2 renewed = make_float2(__int_as_float(Ordered(peak.x)), __int_as_float(Ordered(peak.y)));
+        const float2 factor =
+            make_float2(Exp2(reference[g * 2] - renewed.x), Exp2(reference[g * 2 + 1] - renewed.y));
+        sum[g * 2] *= factor.x;
+        sum[g * 2 + 1] *= factor.y;
+        grows = grows || reference[g * 2] != renewed.x || reference[g * 2 + 1] != renewed.y;
+        reference[g * 2] = renewed.x;
+        reference[g * 2 + 1] = renewed.y;
+        if (warp == 0 && lane < 4) *reinterpret_cast<float2*>(&factors[row]) = factor;
       }
       // Probabilities as [row][64 positions]: the 8 x 8 fragments are stored transposed.
       uint32_t packed[kScores * 2];
@@ -354,7 +366,7 @@ __device__ void Consume(const AttentionArguments& arguments, uint32_t shared, ch
         }
       }
       hopper::FenceAsyncProxy();
-      ConsumersMeet();
+      const bool renew = hopper::NamedBarrierAny<1, kConsumers>(grows);
 
       if (renew && tile > first_tile) {
         float2 factor[kGroups];
