@@ -126,6 +126,13 @@ __device__ __forceinline__ void ProductsWait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+// Keeps the compiler from moving uses of accumulators to before a wait that stands in front of this.
+template <int kCount>
+__device__ __forceinline__ void ProductsRead(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
 enum class Major { kK = 0, kMN = 1 };
 
 // d[64 x N] (+)= A[64 x 16] · B[16 x N], bf16 in, fp32 out; accumulates where `add` is not 0.

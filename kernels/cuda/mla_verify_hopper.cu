@@ -257,33 +257,34 @@ __device__ void Consume(const AttentionArguments& arguments, uint32_t shared, ch
       const int rope_stage = of_tile % L::kRopeStages;
       uint64_t keys = hopper::Descriptor(shared + L::kLatent + (of_tile & 1) * kTile);
       uint64_t queries = hopper::Descriptor(shared + L::kQuery + kFirst * kGroupRows * 128);
-      auto chunk = [&](bool first) {
+      int add = 0;
+      auto chunk = [&] {
         if constexpr (kOwn > 0) {
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
-            hopper::Product<kScores * 8, Major::kK>(score, keys + (k * 32 >> 4), queries + (k * 32 >> 4), !first || k > 0);
+            hopper::Product<kScores * 8, Major::kK>(score, keys + (k * 32 >> 4), queries + (k * 32 >> 4), add);
+            add = 1;
           }
         }
       };
       hopper::BarrierWait(barriers.LatentFull(of_tile & 1), (of_tile >> 1) & 1);
       hopper::FenceAsyncProxy();
       hopper::ProductsFence();
-      chunk(true);
 #pragma unroll 1
-      for (int c = 1; c < kLatentChunks; ++c) {
+      for (int c = 0; c < kLatentChunks; ++c) {
+        chunk();
         keys += kChunk >> 4;
         queries += L::kQueryChunk >> 4;
-        chunk(false);
       }
       hopper::BarrierWait(barriers.RopeFull(rope_stage), (of_tile / L::kRopeStages) & 1);
       hopper::FenceAsyncProxy();
       keys = hopper::Descriptor(shared + L::kRope + rope_stage * kChunk);
-      queries += L::kQueryChunk >> 4;
-      chunk(false);
+      chunk();
       hopper::ProductsCommit();
     };
     auto finish_scores = [&](int of_tile) {
       hopper::ProductsWait<0>();
+      hopper::ProductsRead(score);
       if (lane == 0) hopper::BarrierArrive(barriers.RopeEmpty(of_tile % L::kRopeStages));
     };
     hopper::CopyAsyncWait<0>();
@@ -406,6 +407,8 @@ __device__ void Consume(const AttentionArguments& arguments, uint32_t shared, ch
       if (first + kStep < fragment.end) {
         queue_scores(tile + 1);
         hopper::ProductsWait<(kOwn > 0 ? 1 : 0)>();
+#pragma unroll
+        for (int m = 0; m < 4; ++m) hopper::ProductsRead(output[m]);
         if (lane == 0) hopper::BarrierArrive(barriers.LatentEmpty(tile & 1));
         finish_scores(tile + 1);
       } else {
@@ -423,6 +426,8 @@ __device__ void Consume(const AttentionArguments& arguments, uint32_t shared, ch
           }
         }
         hopper::ProductsWait<0>();
+#pragma unroll
+        for (int m = 0; m < 4; ++m) hopper::ProductsRead(output[m]);
         if (lane == 0) hopper::BarrierArrive(barriers.LatentEmpty(tile & 1));
       }
     }
@@ -502,15 +507,17 @@ __global__ void __launch_bounds__(kThreads, 1) VerifyHopper(const __grid_constan
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 
+  // The registers are those of the launch, 3 x 168 per thread of each warpgroup, dealt out anew.
+  constexpr int kFirstConsumer = kGroups == kMaxGroups ? 232 : 224;
   if (threadIdx.x >= kConsumers) {
     hopper::RegistersLower<56>();
     Produce<kGroups>(arguments, shared, barriers);
-  } else if (threadIdx.x >= kConsumers / 2) {
-    hopper::RegistersRaise<224>();
-    Consume<kGroups, 1>(arguments, shared, shared_pointer, barriers);
-  } else {
-    hopper::RegistersRaise<224>();
+  } else if (threadIdx.x < kConsumers / 2) {
+    hopper::RegistersRaise<kFirstConsumer>();
     Consume<kGroups, 0>(arguments, shared, shared_pointer, barriers);
+  } else {
+    hopper::RegistersRaise<448 - kFirstConsumer>();
+    Consume<kGroups, 1>(arguments, shared, shared_pointer, barriers);
   }
 }
 
