@@ -51,6 +51,10 @@ __device__ __forceinline__ void CopyAsync16(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
+__device__ __forceinline__ void CopyAsync4(uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
 __device__ __forceinline__ void LoadMatrices(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -164,13 +168,21 @@ struct Config {
   // different banks.
   static constexpr int kScorePitch =
       kBlocks * 8 % 32 == 8 || kBlocks * 8 % 32 == 24 ? kBlocks * 8 : kBlocks * 8 + 8;
-  static constexpr int kStagingPitch = kLatent * 2 + 16;
-  static constexpr int kScoreBytes = Max(kWarps * kTokens * kScorePitch * 4, 8 * kStagingPitch);
+  // The scores' place also serves the queries at a fragment's start (a block of rows) and the
+  // outputs at its end (a block of rows of each warp's columns).
+  static constexpr int kQueryPitch = COPPICE_MLA_ROW * 2 + 16;
+  static constexpr int kStagingPitch = kValueTiles * 32 + 16;
+  static constexpr int kScoreBytes =
+      Max(kWarps * kTokens * kScorePitch * 4, Max(8 * kQueryPitch, kWarps * 8 * kStagingPitch));
   static constexpr int kWeightBytes = kBlocks * 8 * kTokens * 2;
   static constexpr int kRowsBytes = 2 * 32 * 4 + 64;  // two floats a row, and the fragment
   static constexpr int kGroupBytes = kScoreBytes + kWeightBytes + kRowsBytes;
-  static constexpr int kBarriers = 2 * kStages * 8;
-  static constexpr int kSharedBytes = kStages * kStageBytes + 2 * kGroupBytes + kBarriers;
+  // The ring, each group's own, the ring's barriers, the ring's page numbers.
+  static constexpr int kBarriers = kStages * kStageBytes + 2 * kGroupBytes;
+  static constexpr int kPages = kBarriers + 2 * kStages * 8;
+  static constexpr int kSharedBytes = kPages + kStages * kTokens * 4;
+  static_assert(SplitTokens_ || kAhead % 2 == 0,
+                "a step's loader is the one that runs kAhead before it");
   static constexpr int kStepTokens = kTokens * (SplitTokens_ ? 2 : 1);
 };
 
@@ -244,7 +256,7 @@ struct Group {
   const uint32_t full, empty;  // barriers of the ring's stages
 
   // This thread's places in shared memory.  Keys and values relative to their stage.
-  uint32_t keys, values, scores_out, scores_in, weights_out, weights_in;
+  uint32_t keys, values, scores_out, scores_in, weights_out, weights_in, page_numbers;
 
   uint32_t query[kKeySteps][Blocks][2];
   float output[kValueTiles][Blocks][4];
@@ -265,8 +277,7 @@ struct Group {
         row_factor(reinterpret_cast<float*>(weights + C::kWeightBytes)),
         row_base(row_factor + 32),
         work(reinterpret_cast<const Fragment*>(row_base + 32)),
-        full(SharedAddress(shared + C::kStages * C::kStageBytes + 2 * C::kGroupBytes) +
-             (C::kSplitTokens ? group * C::kRing * 8 : 0)),
+        full(SharedAddress(shared + C::kBarriers) + (C::kSplitTokens ? group * C::kRing * 8 : 0)),
         empty(full + C::kStages * 8) {
     keys = SharedAddress(ring) + lane % 16 * C::kPitch + lane / 16 * 16 + warp * kKeySteps * 32;
     values = SharedAddress(ring) + (lane / 16 * 8 + lane % 8) * C::kPitch + lane / 8 % 2 * 16 +
@@ -279,72 +290,115 @@ struct Group {
     weights_in = SharedAddress(weights) +
                  (C::kSubSteps == 2 ? WeightOffset<32>(lane % 8, lane / 8)
                                     : WeightOffset<16>(lane / 16 * 8 + lane % 8, lane / 8 % 2));
+    page_numbers =
+        SharedAddress(shared + C::kPages) +
+        ((C::kSplitTokens ? group * C::kRing * C::kTokens : 0) + warp * 4 + lane / 8) * 4;
     Keep(keys), Keep(values), Keep(scores_out), Keep(scores_in), Keep(weights_out),
         Keep(weights_in);
   }
 
   __device__ int FirstBlock() const { return C::kSplitTokens ? 0 : group * C::kBlocks0; }
 
-  // Queries as B operands: thread holds dimensions 2·(lane % 4) + {0, 1} (and + 8) of row lane / 4.
+  // Queries as B operands: a thread holds dimensions 2·(lane % 4) + {0, 1} (and + 8) of row lane
+  // / 4.  They come in whole rows, 16 bytes a thread, and are dealt out through shared memory, a
+  // block at a time.
   __device__ void LoadQueries(const Fragment& f) {
+    constexpr int kChunks = COPPICE_MLA_ROW * 2 / 16,
+                  kRounds = CeilDivide(8 * kChunks, kGroupThreads);
     const int per_node = GroupsPerNode(a.shape.heads);
+    uint4 rows[Blocks][kRounds];
 #pragma unroll
     for (int n = 0; n < Blocks; ++n) {
       const int block = FirstBlock() + n;
       const int g = f.first_group + block;
-      const int node = g / per_node, head = g % per_node * kGroupRows + lane / 4;
-      const bool live = block < f.groups && head < a.shape.heads;
+      const int node = g / per_node, head = g % per_node * kGroupRows;
+      const int live = block < f.groups ? min(a.shape.heads - head, kGroupRows) * kChunks : 0;
       const int64_t row =
           (static_cast<int64_t>(f.request) * a.shape.nodes + node) * a.shape.heads + head;
-      const uint32_t* q = static_cast<const uint32_t*>(a.tensors.query) +
-                          row * (COPPICE_MLA_ROW / 2) + warp * kKeySteps * 8 + lane % 4;
+      const uint4* from = static_cast<const uint4*>(a.tensors.query) + row * kChunks;
 #pragma unroll
-      for (int k = 0; k < kKeySteps; ++k) {
-        query[k][n][0] = live ? __ldg(q + k * 8) : 0u;
-        query[k][n][1] = live ? __ldg(q + k * 8 + 4) : 0u;
+      for (int i = 0; i < kRounds; ++i) {
+        const int chunk = i * kGroupThreads + thread;
+        rows[n][i] = chunk < live ? __ldg(from + chunk) : uint4{};
       }
     }
+    const uint32_t staging = SharedAddress(scores);
+    const uint32_t mine = staging + lane % 8 * C::kQueryPitch + warp * kKeySteps * 32;
+#pragma unroll
+    for (int n = 0; n < Blocks; ++n) {
+      if (n > 0) GroupBarrier(group);
+#pragma unroll
+      for (int i = 0; i < kRounds; ++i) {
+        const int chunk = i * kGroupThreads + thread;
+        if (chunk < 8 * kChunks) {
+          *reinterpret_cast<uint4*>(reinterpret_cast<uint8_t*>(scores) +
+                                    chunk / kChunks * C::kQueryPitch + chunk % kChunks * 16) =
+              rows[n][i];
+        }
+      }
+      GroupBarrier(group);
+#pragma unroll
+      for (int k = 0; k < kKeySteps; k += 2) {
+        uint32_t r[4];
+        // The last step has no second: its lanes read the first again.
+        LoadMatrices(r, mine + k * 32 + (k + 1 < kKeySteps ? lane / 8 : lane / 8 % 2) * 16);
+        query[k][n][0] = r[0], query[k][n][1] = r[1];
+        if (k + 1 < kKeySteps) query[k + 1][n][0] = r[2], query[k + 1][n][1] = r[3];
+      }
+    }
+    GroupBarrier(group);
   }
 
   // ---- the ring
 
-  // Where this thread's copies come from: its row of the fragment's first step, and the last row
-  // there is.
-  struct Source {
-    const int32_t* table;
-    int first, last;
-  };
-
-  // This thread's row of sub-step u in the fragment's step n, or the last row where that is past
-  // the end.
-  __device__ int Position(const Source& s, int n, int u) const {
-    return min(s.first + n * C::kTokens + u * 16, s.last);
+  // Position of this thread's row of sub-step u in the fragment's step n; the last row where that
+  // is past the end.
+  __device__ int Position(int n, int u) const {
+    return min(work->begin + n * C::kTokens + u * 16 + warp * 4 + lane / 8, work->end - 1);
   }
 
-  __device__ void ReadTable(const Source& s, int n, int (&pages)[C::kSubSteps]) const {
-#pragma unroll
-    for (int u = 0; u < C::kSubSteps; ++u)
-      pages[u] = __ldg(s.table + (Position(s, n, u) >> a.page_shift));
+  __device__ const int32_t* TableEntry(int position) const {
+    return a.tensors.page_table + work->request * a.tensors.table_stride +
+           (position >> a.page_shift);
   }
 
-  // Copies the fragment's step n into the stage that is `ahead` of the one in use: eight threads a
-  // row, 128 bytes at a time.
-  __device__ void Load(const Source& s, int n, int ahead, bool reused,
-                       const int (&pages)[C::kSubSteps]) {
+  // Page of this thread's row of sub-step u, in the ring's page numbers.
+  __device__ uint32_t PageAt(uint32_t at, int u) const {
+    return page_numbers + (at * C::kTokens + u * 16) * 4;
+  }
+
+  // Copies the fragment's step n into the stage that is `ahead` of the one in use, eight threads a
+  // row, 128 bytes at a time; and the page numbers of step n + kAhead, which whoever has waited for
+  // step n may then read.
+  __device__ void Load(int n, int next, int ahead, bool reused, bool first) {
     uint32_t at = stage + ahead, round = parity;
     if (at >= C::kRing) at -= C::kRing, round ^= 1;
+    uint32_t later = at + C::kAhead;
+    if (later >= C::kRing) later -= C::kRing;
     if (reused) BarrierWait(empty + at * 8, round ^ 1);
     const uint32_t to = SharedAddress(ring) + at * C::kStageBytes +
                         (warp * 4 + lane / 8) * C::kPitch + lane % 8 * 16;
 #pragma unroll
     for (int u = 0; u < C::kSubSteps; ++u) {
-      const int slot = Position(s, n, u) & ((1 << a.page_shift) - 1);
+      const int position = Position(n, u);
+      int page;
+      if (first) {
+        page = __ldg(TableEntry(position));
+      } else {
+        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(page) : "r"(PageAt(at, u)) : "memory");
+      }
       const uint8_t* from = static_cast<const uint8_t*>(a.tensors.cache) +
-                            static_cast<int64_t>(pages[u]) * a.tensors.page_stride +
-                            slot * C::kRowBytes + lane % 8 * 16;
+                            static_cast<int64_t>(page) * a.tensors.page_stride +
+                            (position & ((1 << a.page_shift) - 1)) * C::kRowBytes + lane % 8 * 16;
 #pragma unroll
       for (int i = 0; i < C::kRowBytes / 128; ++i)
         CopyAsync16(to + u * 16 * C::kPitch + i * 128, from + i * 128);
+    }
+    if (lane % 8 == 0) {
+#pragma unroll
+      for (int u = 0; u < C::kSubSteps; ++u) {
+        CopyAsync4(PageAt(later, u), TableEntry(Position(next, u)));
+      }
     }
     BarrierArriveOnCopies(full + at * 8);
   }
@@ -464,16 +518,29 @@ struct Group {
   // Some row outgrew its reference: every such row takes its peak, rounded up, as the new one.
   __device__ void Rescale(int step, bool masked, float (&p)[2][kVector]) {
     float x[2][kVector];
-    float* peaks =
-        reinterpret_cast<float*>(weights);  // [pair][row], until the weights are written again
+    // Until the weights are written again their place holds each row's peak in each `kParts` of the
+    // pairs: those of a warp, or of a row's turn in it.
     constexpr int kRows = Blocks * 8;
+    constexpr bool kShuffled = 32 % Softmax::kVectors == 0;
+    constexpr int kParts = kShuffled ? Softmax::kPairs * Softmax::kVectors / 32 : Softmax::kPairs;
+    float* peaks = reinterpret_cast<float*>(weights);  // [kParts][kRows]
     if (InSoftmax()) {
       ReadScores(x);
       if (masked) Mask(step, x);
+      float peak[kVector];
 #pragma unroll
-      for (int r = 0; r < kVector; ++r) {
-        peaks[PairToken() / 2 * kRows + VectorRow() + r] = fmaxf(x[0][r], x[1][r]) * a.scale_log2;
+      for (int r = 0; r < kVector; ++r) peak[r] = fmaxf(x[0][r], x[1][r]) * a.scale_log2;
+      if constexpr (kShuffled) {
+#pragma unroll
+        for (int d = Softmax::kVectors; d < 32; d *= 2) {
+#pragma unroll
+          for (int r = 0; r < kVector; ++r)
+            peak[r] = fmaxf(peak[r], __shfl_xor_sync(~0u, peak[r], d));
+        }
       }
+      const int part = kShuffled ? warp : PairToken() / 2;
+#pragma unroll
+      for (int r = 0; r < kVector; ++r) peaks[part * kRows + VectorRow() + r] = peak[r];
     }
     GroupBarrier(group);
     if (InSoftmax()) {
@@ -481,8 +548,7 @@ struct Group {
       for (int r = 0; r < kVector; ++r) {
         float peak = -INFINITY;
 #pragma unroll
-        for (int i = 0; i < Softmax::kPairs; ++i)
-          peak = fmaxf(peak, peaks[i * kRows + VectorRow() + r]);
+        for (int i = 0; i < kParts; ++i) peak = fmaxf(peak, peaks[i * kRows + VectorRow() + r]);
         const float next = peak > reference[r] + kHeadroom ? ceilf(peak) : reference[r];
         const float factor = Exp2(reference[r] - next);
         if (PairToken() == 0) row_factor[VectorRow() + r] = factor;
@@ -593,14 +659,18 @@ struct Group {
     }
   }
 
-  // Scales value tiles [First, Last) by row_factor and writes them, a block of 8 rows at a time.
+  // Scales value tiles [First, Last) by row_factor and writes them: each warp its own columns, a
+  // block of 8 rows at a time, turned round in its quarter of the scores' place.
   template <int First, int Last>
   __device__ void Write(const Fragment& f) {
-    constexpr int kChunks = (Last - First) * 2;  // 16-byte chunks of a warp's columns
+    constexpr int kChunks = (Last - First) * 2;  // 16-byte chunks of a row
+    constexpr int kRowsAtOnce = 32 / kChunks;
     const int per_node = GroupsPerNode(a.shape.heads);
-    uint8_t* staging = reinterpret_cast<uint8_t*>(scores);
-    const uint32_t to = SharedAddress(staging) + lane % 8 * C::kStagingPitch +
-                        warp * kValueTiles * 32 + lane / 8 * 16;
+    const bool whole = f.slot < 0;
+    uint8_t* staging = reinterpret_cast<uint8_t*>(scores) + warp * 8 * C::kStagingPitch;
+    const uint32_t to = SharedAddress(staging) + lane % 8 * C::kStagingPitch + lane / 8 * 16;
+    const uint8_t* from = staging + lane / kChunks * C::kStagingPitch + lane % kChunks * 16;
+    const int column_byte = (warp * kValueTiles + First) * 32 + lane % kChunks * 16;
 #pragma unroll
     for (int n = 0; n < Blocks; ++n) {
       const int block = FirstBlock() + n;
@@ -613,35 +683,30 @@ struct Group {
         for (int q = 0; q < 4; ++q) {
           const float low = output[i + q / 2][n][q % 2 * 2] * factor.x;
           const float high = output[i + q / 2][n][q % 2 * 2 + 1] * factor.y;
-          packed[q] = f.slot >= 0 ? PackHalf(low, high) : PackBf16(low, high);
+          packed[q] = whole ? PackBf16(low, high) : PackHalf(low, high);
         }
-        StoreMatricesTransposed(to + i * 32, packed);
+        StoreMatricesTransposed(to + (i - First) * 32, packed);
       }
-      GroupBarrier(group);
-      const int g = f.first_group + block;
+      __syncwarp();
+      // The block's first row in the output, or in the partial results; and how many of its rows
+      // are live.
+      const int g = f.first_group + block, head = g % per_node * kGroupRows;
+      const int64_t row =
+          whole ? (static_cast<int64_t>(f.request) * a.shape.nodes + g / per_node) * a.shape.heads +
+                      head
+                : static_cast<int64_t>(f.slot) * (a.instance.tile_groups * kGroupRows) + block * 8;
+      const int live = whole ? min(a.shape.heads - head, kGroupRows) : kGroupRows;
+      uint8_t* out = (whole ? static_cast<uint8_t*>(a.tensors.output)
+                            : reinterpret_cast<uint8_t*>(a.workspace.partial_output)) +
+                     (row + lane / kChunks) * (kLatent * 2) + column_byte;
 #pragma unroll
-      for (int i = 0; i < kChunks * kWarps * 8 / kGroupThreads; ++i) {
-        const int index = i * kGroupThreads + thread;
-        const int row = index / (kChunks * kWarps), chunk = index % (kChunks * kWarps);
-        const int column_byte =
-            chunk / kChunks * (kValueTiles * 32) + First * 32 + chunk % kChunks * 16;
-        const uint4 data =
-            *reinterpret_cast<const uint4*>(staging + row * C::kStagingPitch + column_byte);
-        const int head = g % per_node * kGroupRows + row;
-        if (f.slot >= 0) {
-          const int64_t at = static_cast<int64_t>(f.slot) * (a.instance.tile_groups * kGroupRows) +
-                             block * 8 + row;
-          *reinterpret_cast<uint4*>(reinterpret_cast<uint8_t*>(a.workspace.partial_output) +
-                                    at * (kLatent * 2) + column_byte) = data;
-        } else if (head < a.shape.heads) {
-          const int64_t at =
-              (static_cast<int64_t>(f.request) * a.shape.nodes + g / per_node) * a.shape.heads +
-              head;
-          *reinterpret_cast<uint4*>(static_cast<uint8_t*>(a.tensors.output) + at * (kLatent * 2) +
-                                    column_byte) = data;
+      for (int r = 0; r < 8; r += kRowsAtOnce) {
+        if (r + lane / kChunks < live) {
+          *reinterpret_cast<uint4*>(out + r * (kLatent * 2)) =
+              *reinterpret_cast<const uint4*>(from + r * C::kStagingPitch);
         }
       }
-      GroupBarrier(group);
+      __syncwarp();
     }
   }
 
@@ -738,14 +803,28 @@ struct Group {
   }
 
   __device__ void Run(uint8_t* shared) {
-    const int last = a.workspace.fragment_begin[blockIdx.x + 1];
+    // The fragment in hand is kept in shared memory, behind it this block's next one and the end of
+    // its list.
+    int32_t* const words = reinterpret_cast<int32_t*>(const_cast<Fragment*>(work));
+    constexpr int kWords = sizeof(Fragment) / 4;
+    const auto fetch = [&](int index) {
+      return thread < kWords
+                 ? reinterpret_cast<const int32_t*>(a.workspace.fragments + index)[thread]
+                 : 0;
+    };
+    {
+      // Where every block has one fragment, this is it: read without waiting for the list's
+      // beginning.
+      int word = fetch(blockIdx.x);
+      const int first = a.workspace.fragment_begin[blockIdx.x];
+      const int last = a.workspace.fragment_begin[blockIdx.x + 1];
+      if (first >= last) return;
+      if (first != static_cast<int>(blockIdx.x)) word = fetch(first);
+      if (thread < kWords) words[thread] = word;
+      if (thread == 0) words[kWords] = first + 1, words[kWords + 1] = last;
+    }
     int begun = 0;  // steps loaded before this fragment, as far as the ring is deep
-    for (int index = a.workspace.fragment_begin[blockIdx.x]; index < last; ++index) {
-      GroupBarrier(group);
-      if (thread < static_cast<int>(sizeof(Fragment) / 4)) {
-        reinterpret_cast<int32_t*>(const_cast<Fragment*>(work))[thread] =
-            reinterpret_cast<const int32_t*>(a.workspace.fragments + index)[thread];
-      }
+    while (true) {
       GroupBarrier(group);
       const int all_steps = (work->end - work->begin + C::kTokens - 1) / C::kTokens;
       // Of these, this group takes `steps`; its step k is the fragment's step Step(k).
@@ -755,17 +834,11 @@ struct Group {
       const auto step = [&](int k) { return C::kSplitTokens ? 2 * k + group : k; };
       // Where both groups share the ring they take turns loading it.
       const auto loads = [&](int k) { return C::kSplitTokens || k % 2 == group; };
-      constexpr int kTurn = C::kSplitTokens ? 1 : 2;
 
-      const Source source = {a.tensors.page_table + work->request * a.tensors.table_stride,
-                             work->begin + warp * 4 + lane / 8, work->end - 1};
-      int pages[C::kSubSteps];
-      ReadTable(source, step(C::kSplitTokens ? 0 : group), pages);
-#pragma unroll 1
+#pragma unroll
       for (int k = 0; k < C::kAhead; ++k) {
         if (loads(k) && k < steps) {
-          Load(source, step(k), k, begun + k >= C::kRing, pages);
-          ReadTable(source, step(k + kTurn), pages);
+          Load(step(k), step(k + C::kAhead), k, begun + k >= C::kRing, true);
         }
       }
       LoadQueries(*work);
@@ -784,8 +857,8 @@ struct Group {
         GroupBarrier(group);
         Weigh(step(k), step(k) >= first_masked);
         if (loads(k + C::kAhead) && k + C::kAhead < steps) {
-          Load(source, step(k + C::kAhead), C::kAhead, begun + k + C::kAhead >= C::kRing, pages);
-          ReadTable(source, step(k + C::kAhead + kTurn), pages);
+          Load(step(k + C::kAhead), step(k + 2 * C::kAhead), C::kAhead,
+               begun + k + C::kAhead >= C::kRing, false);
         }
         Values();
         __syncwarp();
@@ -799,6 +872,12 @@ struct Group {
       } else {
         Finish(*work);
       }
+      const int index = words[kWords];
+      if (index >= words[kWords + 1]) return;
+      GroupBarrier(group);
+      const int word = fetch(index);
+      if (thread < kWords) words[thread] = word;
+      if (thread == 0) words[kWords] = index + 1;
     }
   }
 };
@@ -810,8 +889,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if constexpr (C::kSharedBytes > 101376) return;  // sm_90's layouts are launched on sm_90 only
 #endif
   extern __shared__ __align__(128) uint8_t shared[];
-  const uint32_t barriers =
-      SharedAddress(shared + C::kStages * C::kStageBytes + 2 * C::kGroupBytes);
+  const uint32_t barriers = SharedAddress(shared + C::kBarriers);
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kStages; ++i) {
       BarrierInit(barriers + i * 8, kGroupThreads);
