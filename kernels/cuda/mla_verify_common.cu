@@ -13,6 +13,7 @@
 //   end    (tiles of 1 … 4)
 #include <cuda_bf16.h>
 
+#include <cstddef>
 #include <type_traits>
 
 #include "kernels/cuda/mla_verify_internal.cuh"
@@ -49,6 +50,10 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* p) {
 
 __device__ __forceinline__ void CopyAsync16(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void CopyAsync4(uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
 __device__ __forceinline__ void LoadMatrices(uint32_t (&r)[4], uint32_t address) {
@@ -100,6 +105,9 @@ __device__ __forceinline__ uint32_t PackHalf(float low, float high) {
 __device__ __forceinline__ void GroupBarrier(int group) {
   asm volatile("barrier.cta.sync %0, %1;" ::"r"(group + 1), "n"(kGroupThreads) : "memory");
 }
+
+// Barrier of the block, for code that the groups reach by different ways.
+__device__ __forceinline__ void BlockBarrier() { asm volatile("barrier.cta.sync 0;" ::: "memory"); }
 
 __device__ __forceinline__ bool GroupBarrierAny(int group, bool mine) {
   uint32_t any;
@@ -164,13 +172,21 @@ struct Config {
   // different banks.
   static constexpr int kScorePitch =
       kBlocks * 8 % 32 == 8 || kBlocks * 8 % 32 == 24 ? kBlocks * 8 : kBlocks * 8 + 8;
-  static constexpr int kStagingPitch = kLatent * 2 + 16;
-  static constexpr int kScoreBytes = Max(kWarps * kTokens * kScorePitch * 4, 8 * kStagingPitch);
+  // The scores' place also serves the queries at a fragment's start (a block of rows) and the
+  // outputs at its end (a block of rows of each warp's columns).
+  static constexpr int kQueryPitch = COPPICE_MLA_ROW * 2 + 16;
+  static constexpr int kStagingPitch = kValueTiles * 32 + 16;
+  static constexpr int kScoreBytes =
+      Max(kWarps * kTokens * kScorePitch * 4, Max(8 * kQueryPitch, kWarps * 8 * kStagingPitch));
   static constexpr int kWeightBytes = kBlocks * 8 * kTokens * 2;
   static constexpr int kRowsBytes = 2 * 32 * 4 + 64;  // two floats a row, and the fragment
   static constexpr int kGroupBytes = kScoreBytes + kWeightBytes + kRowsBytes;
-  static constexpr int kBarriers = 2 * kStages * 8;
-  static constexpr int kSharedBytes = kStages * kStageBytes + 2 * kGroupBytes + kBarriers;
+  // The ring, each group's own, the ring's barriers, the ring's page numbers.
+  static constexpr int kBarriers = kStages * kStageBytes + 2 * kGroupBytes;
+  static constexpr int kPages = kBarriers + 2 * kStages * 8;
+  static constexpr int kSharedBytes = kPages + kStages * kTokens * 4;
+  static_assert(SplitTokens_ || kAhead % 2 == 0,
+                "a step's loader is the one that runs kAhead before it");
   static constexpr int kStepTokens = kTokens * (SplitTokens_ ? 2 : 1);
 };
 
@@ -213,6 +229,37 @@ __device__ __forceinline__ void LoadShared(float (&v)[N], uint32_t address) {
   }
 }
 
+__device__ __forceinline__ float LoadFloat(uint32_t address) {
+  float v[1];
+  LoadShared(v, address);
+  return v[0];
+}
+
+__device__ __forceinline__ void StoreFloat(uint32_t address, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+
+__device__ __forceinline__ int LoadInt(uint32_t address) {
+  int v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ uint4 LoadQuad(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void StoreQuad(uint32_t address, const uint4& v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
+}
+
 __device__ __forceinline__ void StoreShared(uint32_t address, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
@@ -225,6 +272,21 @@ __device__ __forceinline__ void StoreShared2(uint32_t address, float low, float 
 // it again and again.
 __device__ __forceinline__ void Keep(uint32_t& value) { asm("" : "+r"(value)); }
 
+// The thread's index, read where it is used: what follows from it is not worth registers in the
+// loop.
+__device__ __forceinline__ int FreshThread() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread % kGroupThreads;
+}
+
+// `value` without what the compiler knows of its range: products of small factors otherwise become
+// byte dot products, whose packed constants cost registers.
+__device__ __forceinline__ int Plain(int value) {
+  asm("" : "+r"(value));
+  return value;
+}
+
 // What one group does for a block's fragments.
 template <typename C, int Blocks>
 struct Group {
@@ -234,117 +296,163 @@ struct Group {
       COPPICE_MLA_ROW / 16 / kWarps;  // 16-dimension steps of a warp: 9
 
   const AttentionArguments& a;
-  const int group, thread, warp, lane;
-  uint8_t* const ring;
-  float* const scores;
-  uint8_t* const weights;
-  float* const row_factor;     // [32]: rescaling, later the inverse sums
-  float* const row_base;       // [32]
-  const Fragment* const work;  // the fragment in hand, in shared memory
-  const uint32_t full, empty;  // barriers of the ring's stages
+  const int group;
+  // Addresses in shared memory: the ring, the group's own part and what lies in it.
+  const uint32_t ring, scores;
+  __device__ uint32_t Weights() const { return scores + C::kScoreBytes; }
+  __device__ uint32_t RowFactor() const {
+    return Weights() + C::kWeightBytes;
+  }  // rescaling, later sums, inverses
+  __device__ uint32_t RowBase() const { return RowFactor() + 32 * 4; }  // references
+  __device__ uint32_t Work() const {
+    return RowBase() + 32 * 4;
+  }                     // the fragment in hand, and the list's place
+  const uint32_t full;  // the ring's barriers
+  __device__ uint32_t Empty() const { return full + C::kStages * 8; }
 
-  // This thread's places in shared memory.  Keys and values relative to their stage.
+  // This thread's places.  Keys and values relative to their stage.
   uint32_t keys, values, scores_out, scores_in, weights_out, weights_in;
+  uint32_t page_numbers;  // of the ring's rows
 
   uint32_t query[kKeySteps][Blocks][2];
   float output[kValueTiles][Blocks][4];
-  float reference[kVector], sum[kVector];
+  float sum[kVector];  // of this thread's tokens
   // The ring's stage in use, and the parity of its round.
   uint32_t stage = 0, parity = 0;
 
-  __device__ Group(const AttentionArguments& arguments, int group_index, uint8_t* shared)
+  __device__ Group(const AttentionArguments& arguments, int group_index, uint32_t shared)
       : a(arguments),
         group(group_index),
-        thread(threadIdx.x % kGroupThreads),
-        warp(thread / 32),
-        lane(thread % 32),
         ring(shared + (C::kSplitTokens ? group * C::kRing * C::kStageBytes : 0)),
-        scores(reinterpret_cast<float*>(shared + C::kStages * C::kStageBytes +
-                                        group * C::kGroupBytes)),
-        weights(reinterpret_cast<uint8_t*>(scores) + C::kScoreBytes),
-        row_factor(reinterpret_cast<float*>(weights + C::kWeightBytes)),
-        row_base(row_factor + 32),
-        work(reinterpret_cast<const Fragment*>(row_base + 32)),
-        full(SharedAddress(shared + C::kStages * C::kStageBytes + 2 * C::kGroupBytes) +
-             (C::kSplitTokens ? group * C::kRing * 8 : 0)),
-        empty(full + C::kStages * 8) {
-    keys = SharedAddress(ring) + lane % 16 * C::kPitch + lane / 16 * 16 + warp * kKeySteps * 32;
-    values = SharedAddress(ring) + (lane / 16 * 8 + lane % 8) * C::kPitch + lane / 8 % 2 * 16 +
-             warp * kValueTiles * 32;
-    scores_out =
-        SharedAddress(scores + (warp * C::kTokens + lane / 4) * C::kScorePitch + lane % 4 * 2);
-    scores_in = SharedAddress(scores + PairToken() * C::kScorePitch + VectorRow());
-    weights_out = SharedAddress(weights) + WeightOffset<C::kTokens>(VectorRow(), PairToken() / 8) +
-                  PairToken() % 8 * 2;
-    weights_in = SharedAddress(weights) +
-                 (C::kSubSteps == 2 ? WeightOffset<32>(lane % 8, lane / 8)
-                                    : WeightOffset<16>(lane / 16 * 8 + lane % 8, lane / 8 % 2));
+        scores(shared + C::kStages * C::kStageBytes + group * C::kGroupBytes),
+        full(shared + C::kBarriers + (C::kSplitTokens ? group * C::kRing * 8 : 0)) {
+    const int self = FreshThread(), warp = self / 32, lane = self % 32;
+    keys = ring + lane % 16 * C::kPitch + lane / 16 * 16 + warp * kKeySteps * 32;
+    values =
+        ring + (lane / 16 * 8 + lane % 8) * C::kPitch + lane / 8 % 2 * 16 + warp * kValueTiles * 32;
+    scores_out = scores + ((warp * C::kTokens + lane / 4) * C::kScorePitch + lane % 4 * 2) * 4;
+    scores_in = scores + (PairToken(self) * C::kScorePitch + VectorRow(self)) * 4;
+    weights_out = Weights() + WeightOffset<C::kTokens>(VectorRow(self), PairToken(self) / 8) +
+                  PairToken(self) % 8 * 2;
+    weights_in =
+        Weights() + (C::kSubSteps == 2 ? WeightOffset<32>(lane % 8, lane / 8)
+                                       : WeightOffset<16>(lane / 16 * 8 + lane % 8, lane / 8 % 2));
+    page_numbers = shared + C::kPages + (C::kSplitTokens ? group * C::kRing * C::kTokens * 4 : 0);
     Keep(keys), Keep(values), Keep(scores_out), Keep(scores_in), Keep(weights_out),
         Keep(weights_in);
   }
 
+// A number of the fragment in hand.
+#define COPPICE_IN_HAND(member) LoadInt(Work() + offsetof(Fragment, member))
+
+  __device__ Fragment InHand() const {
+    Fragment f;
+    f.request = COPPICE_IN_HAND(request);
+    f.first_group = COPPICE_IN_HAND(first_group);
+    f.groups = COPPICE_IN_HAND(groups);
+    f.begin = COPPICE_IN_HAND(begin);
+    f.end = COPPICE_IN_HAND(end);
+    f.slot = COPPICE_IN_HAND(slot);
+    f.context = COPPICE_IN_HAND(context);
+    f.nodes = COPPICE_IN_HAND(nodes);
+    return f;
+  }
   __device__ int FirstBlock() const { return C::kSplitTokens ? 0 : group * C::kBlocks0; }
 
-  // Queries as B operands: thread holds dimensions 2·(lane % 4) + {0, 1} (and + 8) of row lane / 4.
-  __device__ void LoadQueries(const Fragment& f) {
+  // Queries as B operands: a thread holds dimensions 2·(lane % 4) + {0, 1} (and + 8) of row lane
+  // / 4.  They come in whole rows, 16 bytes a thread, and are dealt out through shared memory, a
+  // block at a time.
+  __device__ void LoadQueries() {
+    const int thread = FreshThread(), warp = thread / 32, lane = thread % 32;
+    const Fragment f = InHand();
+    constexpr int kChunks = COPPICE_MLA_ROW * 2 / 16,
+                  kRounds = CeilDivide(8 * kChunks, kGroupThreads);
     const int per_node = GroupsPerNode(a.shape.heads);
+    uint4 rows[Blocks][kRounds];
 #pragma unroll
     for (int n = 0; n < Blocks; ++n) {
       const int block = FirstBlock() + n;
       const int g = f.first_group + block;
-      const int node = g / per_node, head = g % per_node * kGroupRows + lane / 4;
-      const bool live = block < f.groups && head < a.shape.heads;
+      const int node = g / per_node, head = g % per_node * kGroupRows;
+      const int live = block < f.groups ? min(a.shape.heads - head, kGroupRows) * kChunks : 0;
       const int64_t row =
           (static_cast<int64_t>(f.request) * a.shape.nodes + node) * a.shape.heads + head;
-      const uint32_t* q = static_cast<const uint32_t*>(a.tensors.query) +
-                          row * (COPPICE_MLA_ROW / 2) + warp * kKeySteps * 8 + lane % 4;
+      const uint4* from = static_cast<const uint4*>(a.tensors.query) + row * kChunks;
 #pragma unroll
-      for (int k = 0; k < kKeySteps; ++k) {
-        query[k][n][0] = live ? __ldg(q + k * 8) : 0u;
-        query[k][n][1] = live ? __ldg(q + k * 8 + 4) : 0u;
+      for (int i = 0; i < kRounds; ++i) {
+        const int chunk = i * kGroupThreads + thread;
+        rows[n][i] = chunk < live ? __ldg(from + chunk) : uint4{};
       }
     }
+    const uint32_t mine = scores + Plain(lane % 8) * C::kQueryPitch + warp * kKeySteps * 32;
+#pragma unroll
+    for (int n = 0; n < Blocks; ++n) {
+      if (n > 0) GroupBarrier(group);
+#pragma unroll
+      for (int i = 0; i < kRounds; ++i) {
+        const int chunk = i * kGroupThreads + thread;
+        if (chunk < 8 * kChunks) {
+          *reinterpret_cast<uint4*>(reinterpret_cast<uint8_t*>(scores) +
+                                    chunk / kChunks * C::kQueryPitch + chunk % kChunks * 16) =
+              rows[n][i];
+        }
+      }
+      GroupBarrier(group);
+#pragma unroll
+      for (int k = 0; k < kKeySteps; k += 2) {
+        uint32_t r[4];
+        // The last step has no second: its lanes read the first again.
+        LoadMatrices(r, mine + k * 32 + (k + 1 < kKeySteps ? lane / 8 : lane / 8 % 2) * 16);
+        query[k][n][0] = r[0], query[k][n][1] = r[1];
+        if (k + 1 < kKeySteps) query[k + 1][n][0] = r[2], query[k + 1][n][1] = r[3];
+      }
+    }
+    GroupBarrier(group);
   }
 
   // ---- the ring
 
-  // Where this thread's copies come from: its row of the fragment's first step, and the last row
-  // there is.
-  struct Source {
-    const int32_t* table;
-    int first, last;
-  };
-
-  // This thread's row of sub-step u in the fragment's step n, or the last row where that is past
-  // the end.
-  __device__ int Position(const Source& s, int n, int u) const {
-    return min(s.first + n * C::kTokens + u * 16, s.last);
+  // Position of `row` of sub-step u in the fragment's step n; the last row where that is past the
+  // end.
+  __device__ int Position(int row, int n, int u) const {
+    return min(COPPICE_IN_HAND(begin) + n * C::kTokens + u * 16 + row, COPPICE_IN_HAND(end) - 1);
   }
 
-  __device__ void ReadTable(const Source& s, int n, int (&pages)[C::kSubSteps]) const {
-#pragma unroll
-    for (int u = 0; u < C::kSubSteps; ++u)
-      pages[u] = __ldg(s.table + (Position(s, n, u) >> a.page_shift));
+  __device__ const int32_t* TableEntry(int position) const {
+    return a.tensors.page_table + COPPICE_IN_HAND(request) * a.tensors.table_stride +
+           (position >> a.page_shift);
   }
 
-  // Copies the fragment's step n into the stage that is `ahead` of the one in use: eight threads a
-  // row, 128 bytes at a time.
-  __device__ void Load(const Source& s, int n, int ahead, bool reused,
-                       const int (&pages)[C::kSubSteps]) {
+  // Copies the fragment's step n into the stage that is `ahead` of the one in use, eight threads a
+  // row, 128 bytes at a time; and the page numbers of step `next` = n + kAhead, which whoever has
+  // waited for step n may then read.
+  __device__ void Load(int n, int next, int ahead, bool first) {
+    const int self = FreshThread(), row = self / 8, column = self % 8 * 16;
     uint32_t at = stage + ahead, round = parity;
     if (at >= C::kRing) at -= C::kRing, round ^= 1;
-    if (reused) BarrierWait(empty + at * 8, round ^ 1);
-    const uint32_t to = SharedAddress(ring) + at * C::kStageBytes +
-                        (warp * 4 + lane / 8) * C::kPitch + lane % 8 * 16;
+    uint32_t later = at + C::kAhead;
+    if (later >= C::kRing) later -= C::kRing;
+    const uint32_t numbers = page_numbers + row * 4;
+    // Of a stage never used, the round before counts as done.
+    BarrierWait(Empty() + at * 8, round ^ 1);
+    const uint32_t to = ring + at * C::kStageBytes + row * C::kPitch + column;
 #pragma unroll
     for (int u = 0; u < C::kSubSteps; ++u) {
-      const int slot = Position(s, n, u) & ((1 << a.page_shift) - 1);
+      const int position = Position(row, n, u);
+      const int page =
+          first ? __ldg(TableEntry(position)) : LoadInt(numbers + (at * C::kTokens + u * 16) * 4);
       const uint8_t* from = static_cast<const uint8_t*>(a.tensors.cache) +
-                            static_cast<int64_t>(pages[u]) * a.tensors.page_stride +
-                            slot * C::kRowBytes + lane % 8 * 16;
+                            static_cast<int64_t>(page) * a.tensors.page_stride +
+                            (position & ((1 << a.page_shift) - 1)) * C::kRowBytes + column;
 #pragma unroll
       for (int i = 0; i < C::kRowBytes / 128; ++i)
         CopyAsync16(to + u * 16 * C::kPitch + i * 128, from + i * 128);
+    }
+    if (column == 0) {
+#pragma unroll
+      for (int u = 0; u < C::kSubSteps; ++u) {
+        CopyAsync4(numbers + (later * C::kTokens + u * 16) * 4, TableEntry(Position(row, next, u)));
+      }
     }
     BarrierArriveOnCopies(full + at * 8);
   }
@@ -372,16 +480,19 @@ struct Group {
       const auto address = [&](int i) {
         return from + (first + i % kTiles) * 16 * C::kPitch + i / kTiles * 32;
       };
-      uint32_t key[2][4];
+      // With four blocks the registers hold one key fragment; another group's warp fills the wait.
+      constexpr int kKeys = Blocks <= 3 ? 2 : 1;
+      uint32_t key[kKeys][4];
       LoadMatrices(key[0], address(0));
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        if (i + 1 < kLoads) LoadMatrices(key[(i + 1) % 2], address(i + 1));
+        if (kKeys == 2 && i + 1 < kLoads) LoadMatrices(key[(i + 1) % 2], address(i + 1));
         const int k = i / kTiles;
 #pragma unroll
         for (int n = 0; n < Blocks; ++n) {
-          Multiply(s[i % kTiles][n][k % kChains], key[i % 2], query[k][n][0], query[k][n][1]);
+          Multiply(s[i % kTiles][n][k % kChains], key[i % kKeys], query[k][n][0], query[k][n][1]);
         }
+        if (kKeys == 1 && i + 1 < kLoads) LoadMatrices(key[0], address(i + 1));
       }
 #pragma unroll
       for (int u = 0; u < kTiles; ++u) {
@@ -401,10 +512,10 @@ struct Group {
     }
   }
 
-  __device__ int VectorRow() const { return thread % Softmax::kVectors * kVector; }
-  __device__ int PairToken() const { return thread / Softmax::kVectors * 2; }
-  __device__ bool InSoftmax() const {
-    return Softmax::kActive == kGroupThreads || thread < Softmax::kActive;
+  __device__ static int VectorRow(int self) { return self % Softmax::kVectors * kVector; }
+  __device__ static int PairToken(int self) { return self / Softmax::kVectors * 2; }
+  __device__ static bool InSoftmax() {
+    return Softmax::kActive == kGroupThreads || FreshThread() < Softmax::kActive;
   }
 
   // Scores of this thread's rows and two tokens, not yet scaled.
@@ -422,37 +533,36 @@ struct Group {
     }
   }
 
-  // −inf where not visible.
-  __device__ __noinline__ static uint32_t Visible(const AttentionArguments& a, const Fragment& f,
-                                                  int block, int token) {
-    if (block >= f.groups) return 3;  // rows that nobody writes
-    const int node = (f.first_group + block) / GroupsPerNode(a.shape.heads);
-    const uint64_t word =
-        a.tensors.ancestor_words[static_cast<int64_t>(f.request) * a.shape.nodes + node];
-    uint32_t visible = 0;
-    for (int t = 0; t < 2; ++t) {
-      const int j = token + t - f.context;
-      if (j < 0 || (j < f.nodes && (word >> j & 1) != 0)) visible |= 1u << t;
-    }
-    return visible;
+  __device__ void ReadReferences(float (&reference)[kVector]) const {
+    const int self = FreshThread();
+    LoadShared(reference, RowBase() + VectorRow(self) * 4);
   }
 
+  // −inf where not visible.
   __device__ void Mask(int step, float (&x)[2][kVector]) const {
-    const Fragment& f = *work;
-    const uint32_t visible =
-        Visible(a, f, FirstBlock() + VectorRow() / 8, f.begin + step * C::kTokens + PairToken());
+    const int self = FreshThread();
+    const int block = FirstBlock() + VectorRow(self) / 8;
+    if (block >= COPPICE_IN_HAND(groups)) return;  // rows that nobody writes
+    const int node = (COPPICE_IN_HAND(first_group) + block) / GroupsPerNode(a.shape.heads);
+    const uint64_t word =
+        a.tensors
+            .ancestor_words[static_cast<int64_t>(COPPICE_IN_HAND(request)) * a.shape.nodes + node];
+    const int first =
+        COPPICE_IN_HAND(begin) + step * C::kTokens + PairToken(self) - COPPICE_IN_HAND(context);
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
+      const int j = first + t;
+      const bool visible = j < 0 || (j < COPPICE_IN_HAND(nodes) && (word >> j & 1) != 0);
 #pragma unroll
-      for (int r = 0; r < kVector; ++r) x[t][r] = (visible >> t & 1) != 0 ? x[t][r] : -INFINITY;
+      for (int r = 0; r < kVector; ++r) x[t][r] = visible ? x[t][r] : -INFINITY;
     }
   }
 
   __device__ void WriteWeights(const float (&p)[2][kVector]) const {
 #pragma unroll
     for (int r = 0; r < kVector; ++r) {
-      // WeightOffset of row VectorRow() + r, told from that of VectorRow(), which is a multiple of
-      // kVector.
+      // WeightOffset of row VectorRow(self) + r, told from that of VectorRow(self), which is a
+      // multiple of kVector.
       StoreShared(WeightRow(r), PackBf16(p[0][r], p[1][r]));
     }
   }
@@ -464,16 +574,32 @@ struct Group {
   // Some row outgrew its reference: every such row takes its peak, rounded up, as the new one.
   __device__ void Rescale(int step, bool masked, float (&p)[2][kVector]) {
     float x[2][kVector];
-    float* peaks =
-        reinterpret_cast<float*>(weights);  // [pair][row], until the weights are written again
+    // Until the weights are written again their place holds each row's peak in each `kParts` of the
+    // pairs: those of a warp, or of a row's turn in it.
     constexpr int kRows = Blocks * 8;
+    constexpr bool kShuffled = 32 % Softmax::kVectors == 0;
+    constexpr int kParts = kShuffled ? Softmax::kPairs * Softmax::kVectors / 32 : Softmax::kPairs;
+    const int self = FreshThread();
+    const uint32_t peaks = Weights() + VectorRow(self) * 4;  // [kParts][kRows]
+    float reference[kVector];
     if (InSoftmax()) {
+      ReadReferences(reference);
       ReadScores(x);
       if (masked) Mask(step, x);
+      float peak[kVector];
 #pragma unroll
-      for (int r = 0; r < kVector; ++r) {
-        peaks[PairToken() / 2 * kRows + VectorRow() + r] = fmaxf(x[0][r], x[1][r]) * a.scale_log2;
+      for (int r = 0; r < kVector; ++r) peak[r] = fmaxf(x[0][r], x[1][r]) * a.scale_log2;
+      if constexpr (kShuffled) {
+#pragma unroll
+        for (int d = Softmax::kVectors; d < 32; d *= 2) {
+#pragma unroll
+          for (int r = 0; r < kVector; ++r)
+            peak[r] = fmaxf(peak[r], __shfl_xor_sync(~0u, peak[r], d));
+        }
       }
+      const int part = kShuffled ? self / 32 : PairToken(self) / 2;
+#pragma unroll
+      for (int r = 0; r < kVector; ++r) StoreFloat(peaks + (part * kRows + r) * 4, peak[r]);
     }
     GroupBarrier(group);
     if (InSoftmax()) {
@@ -481,13 +607,14 @@ struct Group {
       for (int r = 0; r < kVector; ++r) {
         float peak = -INFINITY;
 #pragma unroll
-        for (int i = 0; i < Softmax::kPairs; ++i)
-          peak = fmaxf(peak, peaks[i * kRows + VectorRow() + r]);
+        for (int i = 0; i < kParts; ++i) peak = fmaxf(peak, LoadFloat(peaks + (i * kRows + r) * 4));
         const float next = peak > reference[r] + kHeadroom ? ceilf(peak) : reference[r];
         const float factor = Exp2(reference[r] - next);
-        if (PairToken() == 0) row_factor[VectorRow() + r] = factor;
+        if (PairToken(self) == 0) {
+          StoreFloat(RowFactor() + (VectorRow(self) + r) * 4, factor);
+          StoreFloat(RowBase() + (VectorRow(self) + r) * 4, next);
+        }
         sum[r] *= factor;
-        reference[r] = next;
         p[0][r] = Exp2(fmaf(x[0][r], a.scale_log2, -next));
         p[1][r] = Exp2(fmaf(x[1][r], a.scale_log2, -next));
       }
@@ -497,21 +624,26 @@ struct Group {
     GroupBarrier(group);
 #pragma unroll
     for (int n = 0; n < Blocks; ++n) {
-      const float2 factor = *reinterpret_cast<const float2*>(row_factor + n * 8 + lane % 4 * 2);
+      float factor[2];
+      LoadShared(factor, RowFactor() + (n * 8 + self % 4 * 2) * 4);
 #pragma unroll
       for (int i = 0; i < kValueTiles; ++i) {
-        output[i][n][0] *= factor.x;
-        output[i][n][1] *= factor.y;
-        output[i][n][2] *= factor.x;
-        output[i][n][3] *= factor.y;
+        output[i][n][0] *= factor[0];
+        output[i][n][1] *= factor[1];
+        output[i][n][2] *= factor[0];
+        output[i][n][3] *= factor[1];
       }
     }
   }
 
-  __device__ void Weigh(int step, bool masked) {
+  __device__ void Weigh(int step) {
+    // Whether the step has a position that not everybody sees.
+    const bool masked = COPPICE_IN_HAND(begin) + (step + 1) * C::kTokens > COPPICE_IN_HAND(context);
     float p[2][kVector];
     bool outgrown = false;
     if (InSoftmax()) {
+      float reference[kVector];
+      ReadReferences(reference);
       ReadScores(p);
       if (masked) Mask(step, p);
       float most = 0.f;
@@ -573,75 +705,77 @@ struct Group {
 
   // ---- a fragment's end
 
-  // Leaves each row's sum in row_factor and its reference in row_base.
+  // Leaves each row's sum in row_factor.
   __device__ void ReduceSums() {
+    const int thread = FreshThread();
     constexpr int kRows = Blocks * 8;
     GroupBarrier(group);  // the last step's weights have been read
-    float* sums = reinterpret_cast<float*>(weights);
+    const int self = thread;
+    const uint32_t sums = Weights();
     if (InSoftmax()) {
 #pragma unroll
       for (int r = 0; r < kVector; ++r) {
-        sums[PairToken() / 2 * kRows + VectorRow() + r] = sum[r];
-        if (PairToken() == 0) row_base[VectorRow() + r] = reference[r];
+        StoreFloat(sums + (PairToken(self) / 2 * kRows + VectorRow(self) + r) * 4, sum[r]);
       }
     }
     GroupBarrier(group);
     if (thread < kRows) {
       float total = 0.f;
-      for (int i = 0; i < Softmax::kPairs; ++i) total += sums[i * kRows + thread];
-      row_factor[thread] = total;
+      for (int i = 0; i < Softmax::kPairs; ++i) total += LoadFloat(sums + (i * kRows + thread) * 4);
+      StoreFloat(RowFactor() + thread * 4, total);
     }
   }
 
-  // Scales value tiles [First, Last) by row_factor and writes them, a block of 8 rows at a time.
+  // Scales value tiles [First, Last) by row_factor and writes them: each warp its own columns, a
+  // block of 8 rows at a time, turned round in its quarter of the scores' place.
   template <int First, int Last>
   __device__ void Write(const Fragment& f) {
-    constexpr int kChunks = (Last - First) * 2;  // 16-byte chunks of a warp's columns
+    const int thread = FreshThread(), warp = thread / 32, lane = thread % 32;
+    constexpr int kChunks = (Last - First) * 2;  // 16-byte chunks of a row
+    constexpr int kRowsAtOnce = 32 / kChunks;
     const int per_node = GroupsPerNode(a.shape.heads);
-    uint8_t* staging = reinterpret_cast<uint8_t*>(scores);
-    const uint32_t to = SharedAddress(staging) + lane % 8 * C::kStagingPitch +
-                        warp * kValueTiles * 32 + lane / 8 * 16;
+    const bool whole = f.slot < 0;
+    const uint32_t staging = scores + warp * 8 * C::kStagingPitch;
+    const uint32_t to = staging + Plain(lane % 8) * C::kStagingPitch + lane / 8 * 16;
+    const uint32_t from = staging + Plain(lane / kChunks) * C::kStagingPitch + lane % kChunks * 16;
+    const int column_byte = (warp * kValueTiles + First) * 32 + lane % kChunks * 16;
 #pragma unroll
     for (int n = 0; n < Blocks; ++n) {
       const int block = FirstBlock() + n;
       if (block >= f.groups) break;
-      const float2 factor = *reinterpret_cast<const float2*>(row_factor + n * 8 + lane % 4 * 2);
+      float factor[2];
+      LoadShared(factor, RowFactor() + (n * 8 + lane % 4 * 2) * 4);
 #pragma unroll
       for (int i = First; i < Last; i += 2) {
         uint32_t packed[4];
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
-          const float low = output[i + q / 2][n][q % 2 * 2] * factor.x;
-          const float high = output[i + q / 2][n][q % 2 * 2 + 1] * factor.y;
-          packed[q] = f.slot >= 0 ? PackHalf(low, high) : PackBf16(low, high);
+          const float low = output[i + q / 2][n][q % 2 * 2] * factor[0];
+          const float high = output[i + q / 2][n][q % 2 * 2 + 1] * factor[1];
+          packed[q] = whole ? PackBf16(low, high) : PackHalf(low, high);
         }
-        StoreMatricesTransposed(to + i * 32, packed);
+        StoreMatricesTransposed(to + (i - First) * 32, packed);
       }
-      GroupBarrier(group);
-      const int g = f.first_group + block;
+      __syncwarp();
+      // The block's first row in the output, or in the partial results; and how many of its rows
+      // are live.
+      const int g = f.first_group + block, head = g % per_node * kGroupRows;
+      const int64_t row =
+          whole ? (static_cast<int64_t>(f.request) * a.shape.nodes + g / per_node) * a.shape.heads +
+                      head
+                : static_cast<int64_t>(f.slot) * (a.instance.tile_groups * kGroupRows) + block * 8;
+      const int live = whole ? min(a.shape.heads - head, kGroupRows) : kGroupRows;
+      uint8_t* out = (whole ? static_cast<uint8_t*>(a.tensors.output)
+                            : reinterpret_cast<uint8_t*>(a.workspace.partial_output)) +
+                     (row + lane / kChunks) * (kLatent * 2) + column_byte;
 #pragma unroll
-      for (int i = 0; i < kChunks * kWarps * 8 / kGroupThreads; ++i) {
-        const int index = i * kGroupThreads + thread;
-        const int row = index / (kChunks * kWarps), chunk = index % (kChunks * kWarps);
-        const int column_byte =
-            chunk / kChunks * (kValueTiles * 32) + First * 32 + chunk % kChunks * 16;
-        const uint4 data =
-            *reinterpret_cast<const uint4*>(staging + row * C::kStagingPitch + column_byte);
-        const int head = g % per_node * kGroupRows + row;
-        if (f.slot >= 0) {
-          const int64_t at = static_cast<int64_t>(f.slot) * (a.instance.tile_groups * kGroupRows) +
-                             block * 8 + row;
-          *reinterpret_cast<uint4*>(reinterpret_cast<uint8_t*>(a.workspace.partial_output) +
-                                    at * (kLatent * 2) + column_byte) = data;
-        } else if (head < a.shape.heads) {
-          const int64_t at =
-              (static_cast<int64_t>(f.request) * a.shape.nodes + g / per_node) * a.shape.heads +
-              head;
-          *reinterpret_cast<uint4*>(static_cast<uint8_t*>(a.tensors.output) + at * (kLatent * 2) +
-                                    column_byte) = data;
+      for (int r = 0; r < 8; r += kRowsAtOnce) {
+        if (r + lane / kChunks < live) {
+          *reinterpret_cast<uint4*>(out + r * (kLatent * 2)) =
+              LoadQuad(from + r * C::kStagingPitch);
         }
       }
-      GroupBarrier(group);
+      __syncwarp();
     }
   }
 
@@ -665,140 +799,164 @@ struct Group {
   }
 
   __device__ void Finish(const Fragment& f) {
+    const int thread = FreshThread();
     GroupBarrier(group);
     if (thread < Blocks * 8) {
-      const float total = row_factor[thread];
-      WriteLse(f, thread, total, row_base[thread]);
-      row_factor[thread] = total > 0.f ? 1.f / total : 0.f;
+      const float total = LoadFloat(RowFactor() + thread * 4);
+      WriteLse(f, thread, total, LoadFloat(RowBase() + thread * 4));
+      StoreFloat(RowFactor() + thread * 4, total > 0.f ? 1.f / total : 0.f);
     }
     GroupBarrier(group);
     Write<0, kValueTiles>(f);
   }
 
+  // Gives the other group what it has of the value tiles outside [First, First + half), scaled, and
+  // adds what that one has of those inside.  `exchange`, [sender][value][thread], lies over the
+  // ring, which is idle.
+  template <int First>
+  __device__ void Exchange(uint32_t exchange) {
+    constexpr int kHalf = kValueTiles / 2, kOther = kHalf - First;
+    constexpr int kSent = kHalf * Blocks * 16 * kGroupThreads;
+    static_assert(2 * kSent <= C::kStages * C::kStageBytes + C::kScoreBytes);
+    const int thread = FreshThread();
+    const uint32_t send = exchange + (First == 0 ? 0 : kSent) + thread * 16;
+    const uint32_t receive = exchange + (First == 0 ? kSent : 0) + thread * 16;
+#pragma unroll
+    for (int n = 0; n < Blocks; ++n) {
+      float scale[2];
+      LoadShared(scale, RowFactor() + (n * 8 + thread % 4 * 2) * 4);
+#pragma unroll
+      for (int i = 0; i < kHalf; ++i) {
+        float(&v)[4] = output[kOther + i][n];
+        StoreQuad(send + (i * Blocks + n) * 16 * kGroupThreads,
+                  make_uint4(__float_as_uint(v[0] * scale[0]), __float_as_uint(v[1] * scale[1]),
+                             __float_as_uint(v[2] * scale[0]), __float_as_uint(v[3] * scale[1])));
+      }
+    }
+    BlockBarrier();
+#pragma unroll
+    for (int n = 0; n < Blocks; ++n) {
+      float scale[2];
+      LoadShared(scale, RowFactor() + (n * 8 + thread % 4 * 2) * 4);
+#pragma unroll
+      for (int i = 0; i < kHalf; ++i) {
+        float(&v)[4] = output[First + i][n];
+        const uint4 other = LoadQuad(receive + (i * Blocks + n) * 16 * kGroupThreads);
+        v[0] = fmaf(v[0], scale[0], __uint_as_float(other.x));
+        v[1] = fmaf(v[1], scale[1], __uint_as_float(other.y));
+        v[2] = fmaf(v[2], scale[0], __uint_as_float(other.z));
+        v[3] = fmaf(v[3], scale[1], __uint_as_float(other.w));
+      }
+    }
+    BlockBarrier();  // before the ring and row_factor serve something else
+    if (thread < 32) StoreFloat(RowFactor() + thread * 4, 1.f);
+    GroupBarrier(group);
+  }
+
   // The groups add up: group 0 keeps each warp's lower value tiles, group 1 the upper ones.
-  __device__ void FinishTogether(const Fragment& f, uint8_t* shared) {
+  __device__ void FinishTogether(const Fragment& f, uint32_t exchange) {
+    const int thread = FreshThread();
     constexpr int kHalf = kValueTiles / 2;
-    const float* other_factor = row_factor + (group == 0 ? 1 : -1) * (C::kGroupBytes / 4);
-    __syncthreads();
+    const uint32_t other = group == 0 ? C::kGroupBytes : -C::kGroupBytes;
+    BlockBarrier();
     float mine = 0.f, inverse = 0.f;
     if (thread < Blocks * 8) {
-      const float base = row_base[thread], other_base = other_factor[32 + thread];
+      const float base = LoadFloat(RowBase() + thread * 4);
+      const float other_base = LoadFloat(RowBase() + other + thread * 4);
       const float top = fmaxf(base, other_base);
       mine = Exp2(base - top);
-      const float total = row_factor[thread] * mine + other_factor[thread] * Exp2(other_base - top);
+      const float total = LoadFloat(RowFactor() + thread * 4) * mine +
+                          LoadFloat(RowFactor() + other + thread * 4) * Exp2(other_base - top);
       if (group == 0) WriteLse(f, thread, total, top);
       inverse = total > 0.f ? 1.f / total : 0.f;
     }
-    __syncthreads();
-    if (thread < Blocks * 8) row_factor[thread] = mine * inverse;
-    GroupBarrier(group);
-    float* exchange = reinterpret_cast<float*>(shared);  // [sender][value][thread]
-    constexpr int kSent = kHalf * Blocks * 4;
-    static_assert(2 * kSent * kGroupThreads * 4 <= C::kStages * C::kStageBytes);
-    float* send = exchange + group * kSent * kGroupThreads + thread;
-    const float* receive = exchange + (1 - group) * kSent * kGroupThreads + thread;
-    const auto scale = [&](int n, int v) { return row_factor[n * 8 + lane % 4 * 2 + v % 2]; };
-#pragma unroll
-    for (int i = 0; i < kHalf; ++i) {
-#pragma unroll
-      for (int n = 0; n < Blocks; ++n) {
-#pragma unroll
-        for (int v = 0; v < 4; ++v) {
-          const float value = group == 0 ? output[kHalf + i][n][v] : output[i][n][v];
-          send[((i * Blocks + n) * 4 + v) * kGroupThreads] = value * scale(n, v);
-        }
-      }
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kHalf; ++i) {
-#pragma unroll
-      for (int n = 0; n < Blocks; ++n) {
-#pragma unroll
-        for (int v = 0; v < 4; ++v) {
-          const float value =
-              (group == 0 ? output[i][n][v] : output[kHalf + i][n][v]) * scale(n, v) +
-              receive[((i * Blocks + n) * 4 + v) * kGroupThreads];
-          if (group == 0) {
-            output[i][n][v] = value;
-          } else {
-            output[kHalf + i][n][v] = value;
-          }
-        }
-      }
-    }
-    __syncthreads();  // the exchange is the ring
-    if (thread < 32) row_factor[thread] = 1.f;
+    BlockBarrier();
+    if (thread < Blocks * 8) StoreFloat(RowFactor() + thread * 4, mine * inverse);
     GroupBarrier(group);
     if (group == 0) {
+      Exchange<0>(exchange);
       Write<0, kHalf>(f);
     } else {
+      Exchange<kHalf>(exchange);
       Write<kHalf, kValueTiles>(f);
     }
   }
 
-  __device__ void Run(uint8_t* shared) {
-    const int last = a.workspace.fragment_begin[blockIdx.x + 1];
-    int begun = 0;  // steps loaded before this fragment, as far as the ring is deep
-    for (int index = a.workspace.fragment_begin[blockIdx.x]; index < last; ++index) {
+  __device__ void Run(uint32_t exchange) {
+    // The fragment in hand is kept in shared memory, behind it this block's next one and the end of
+    // its list.
+    constexpr int kWords = sizeof(Fragment) / 4;
+    const auto fetch = [&](int thread, int index) {
+      return thread < kWords
+                 ? reinterpret_cast<const int32_t*>(a.workspace.fragments + index)[thread]
+                 : 0;
+    };
+    {
+      // Where every block has one fragment, this is it: read without waiting for the list's
+      // beginning.
+      const int thread = FreshThread();
+      int word = fetch(thread, blockIdx.x);
+      const int first = a.workspace.fragment_begin[blockIdx.x];
+      const int last = a.workspace.fragment_begin[blockIdx.x + 1];
+      if (first >= last) return;
+      if (first != static_cast<int>(blockIdx.x)) word = fetch(thread, first);
+      if (thread < kWords) StoreShared(Work() + thread * 4, word);
+      if (thread == 0)
+        StoreShared(Work() + kWords * 4, first + 1), StoreShared(Work() + kWords * 4 + 4, last);
+    }
+    while (true) {
       GroupBarrier(group);
-      if (thread < static_cast<int>(sizeof(Fragment) / 4)) {
-        reinterpret_cast<int32_t*>(const_cast<Fragment*>(work))[thread] =
-            reinterpret_cast<const int32_t*>(a.workspace.fragments + index)[thread];
-      }
-      GroupBarrier(group);
-      const int all_steps = (work->end - work->begin + C::kTokens - 1) / C::kTokens;
+      const int all_steps =
+          (COPPICE_IN_HAND(end) - COPPICE_IN_HAND(begin) + C::kTokens - 1) / C::kTokens;
       // Of these, this group takes `steps`; its step k is the fragment's step Step(k).
       const int steps = C::kSplitTokens ? (all_steps - group + 1) / 2 : all_steps;
-      // The first of the fragment's steps with a position that not everybody sees.
-      const int first_masked = max(work->context - work->begin, 0) / C::kTokens;
       const auto step = [&](int k) { return C::kSplitTokens ? 2 * k + group : k; };
       // Where both groups share the ring they take turns loading it.
       const auto loads = [&](int k) { return C::kSplitTokens || k % 2 == group; };
-      constexpr int kTurn = C::kSplitTokens ? 1 : 2;
 
-      const Source source = {a.tensors.page_table + work->request * a.tensors.table_stride,
-                             work->begin + warp * 4 + lane / 8, work->end - 1};
-      int pages[C::kSubSteps];
-      ReadTable(source, step(C::kSplitTokens ? 0 : group), pages);
-#pragma unroll 1
+#pragma unroll
       for (int k = 0; k < C::kAhead; ++k) {
         if (loads(k) && k < steps) {
-          Load(source, step(k), k, begun + k >= C::kRing, pages);
-          ReadTable(source, step(k + kTurn), pages);
+          Load(step(k), step(k + C::kAhead), k, true);
         }
       }
-      LoadQueries(*work);
+      LoadQueries();
 #pragma unroll
       for (int i = 0; i < kValueTiles; ++i)
 #pragma unroll
         for (int n = 0; n < Blocks; ++n)
           output[i][n][0] = output[i][n][1] = output[i][n][2] = output[i][n][3] = 0.f;
 #pragma unroll
-      for (int r = 0; r < kVector; ++r) reference[r] = kNoReference, sum[r] = 0.f;
+      for (int r = 0; r < kVector; ++r) sum[r] = 0.f;
+      const int row = FreshThread();
+      if (row < 32) StoreFloat(RowBase() + row * 4, kNoReference);
 
 #pragma unroll 1
       for (int k = 0; k < steps; ++k) {
         BarrierWait(full + stage * 8, parity);
         Scores();
         GroupBarrier(group);
-        Weigh(step(k), step(k) >= first_masked);
+        Weigh(step(k));
         if (loads(k + C::kAhead) && k + C::kAhead < steps) {
-          Load(source, step(k + C::kAhead), C::kAhead, begun + k + C::kAhead >= C::kRing, pages);
-          ReadTable(source, step(k + C::kAhead + kTurn), pages);
+          Load(step(k + C::kAhead), step(k + 2 * C::kAhead), C::kAhead, false);
         }
         Values();
         __syncwarp();
-        if (lane == 0) BarrierArrive(empty + stage * 8);
+        if (FreshThread() % 32 == 0) BarrierArrive(Empty() + stage * 8);
         if (++stage == C::kRing) stage = 0, parity ^= 1;
       }
-      begun = min(begun + steps, C::kRing);
       ReduceSums();
       if constexpr (C::kSplitTokens) {
-        FinishTogether(*work, shared);
+        FinishTogether(InHand(), exchange);
       } else {
-        Finish(*work);
+        Finish(InHand());
       }
+      const int index = LoadInt(Work() + kWords * 4);
+      if (index >= LoadInt(Work() + kWords * 4 + 4)) return;
+      GroupBarrier(group);
+      const int thread = FreshThread(), word = fetch(thread, index);
+      if (thread < kWords) StoreShared(Work() + thread * 4, word);
+      if (thread == 0) StoreShared(Work() + kWords * 4, index + 1);
     }
   }
 };
@@ -810,8 +968,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if constexpr (C::kSharedBytes > 101376) return;  // sm_90's layouts are launched on sm_90 only
 #endif
   extern __shared__ __align__(128) uint8_t shared[];
-  const uint32_t barriers =
-      SharedAddress(shared + C::kStages * C::kStageBytes + 2 * C::kGroupBytes);
+  const uint32_t barriers = SharedAddress(shared + C::kBarriers);
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kStages; ++i) {
       BarrierInit(barriers + i * 8, kGroupThreads);
@@ -823,11 +980,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   const int group = threadIdx.x / kGroupThreads;
   if constexpr (C::kBlocks0 == C::kBlocks1) {
-    Group<C, C::kBlocks0>(a, group, shared).Run(shared);
+    Group<C, C::kBlocks0>(a, group, SharedAddress(shared)).Run(SharedAddress(shared));
   } else if (group == 0) {
-    Group<C, C::kBlocks0>(a, 0, shared).Run(shared);
+    Group<C, C::kBlocks0>(a, 0, SharedAddress(shared)).Run(SharedAddress(shared));
   } else {
-    Group<C, C::kBlocks1>(a, 1, shared).Run(shared);
+    Group<C, C::kBlocks1>(a, 1, SharedAddress(shared)).Run(SharedAddress(shared));
   }
 }
 

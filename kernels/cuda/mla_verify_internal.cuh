@@ -76,7 +76,7 @@ struct AttentionArguments {
 
 constexpr int RowBytes(coppice_mla_cache_type type) { return type == COPPICE_MLA_FP8 ? 656 : 1152; }
 
-constexpr int CeilDivide(int a, int b) { return (a + b - 1) / b; }
+__host__ __device__ constexpr int CeilDivide(int a, int b) { return (a + b - 1) / b; }
 
 // The tile size that spreads `groups` evenly over as few tiles of at most `most` groups as hold
 // them.
