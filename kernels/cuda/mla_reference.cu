@@ -173,8 +173,8 @@ cudaError_t Run(const Arguments& arguments, const std::vector<RowId>& rows,
   COPPICE_RETURN_IF_CUDA_ERROR(cudaMemcpy(counts.data(), a.tensors.node_counts,
                                           counts.size() * sizeof(int32_t), cudaMemcpyDefault));
   int64_t longest = 1;
-  for (int b = 0; b < a.shape.batch; ++b) {
-    if (counts[b] > 0) longest = std::max<int64_t>(longest, contexts[b] + counts[b]);
+  for (const RowId& id : rows) {
+    longest = std::max<int64_t>(longest, int64_t{contexts[id.request]} + counts[id.request]);
   }
   a.chunks = static_cast<int>((longest + kChunk - 1) / kChunk);
   // A grid's height is at most 65,535; the partial results stay below 512 MB.
