@@ -48,8 +48,9 @@ typedef enum {
 // Which kernel runs: AUTO takes the fastest that this device has.
 typedef enum {
   COPPICE_MLA_AUTO = 0,
-  COPPICE_MLA_COMMON = 1,  // mma.sync: sm_90 and sm_120
-  COPPICE_MLA_HOPPER = 2,  // wgmma: sm_90a
+  COPPICE_MLA_COMMON = 1,        // mma.sync: sm_90 and sm_120
+  COPPICE_MLA_HOPPER = 2,        // wgmma: sm_90a
+  COPPICE_MLA_COMMON_SMALL = 3,  // the common kernel in the layout that sm_120 uses, on any device
 } coppice_mla_instance;
 
 enum {
@@ -74,7 +75,9 @@ typedef struct {
   int max_splits;    // at most this many parts of one request's context; 0: COPPICE_NSPLIT, or as
                      // many as pay
   int split_tokens;  // > 0: parts of exactly this many tokens (a multiple of 64), so that a
-                     // request's sums do not depend on its batch; 0: whatever fills one wave
+                     // request's sums do not depend on its batch; doubled for a request that would
+                     // have more than max_splits (64 where that is 0) parts; 0: whatever fills one
+                     // wave
   float softmax_scale;
 } coppice_mla_shape;
 
