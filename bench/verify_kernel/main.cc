@@ -69,9 +69,10 @@ const char* Name(mla::TreeKind tree) {
 }
 
 const char* Name(coppice_mla_instance instance) {
-  return instance == COPPICE_MLA_COMMON   ? "common"
-         : instance == COPPICE_MLA_HOPPER ? "hopper"
-                                          : "auto";
+  return instance == COPPICE_MLA_COMMON         ? "common"
+         : instance == COPPICE_MLA_COMMON_SMALL ? "common_small"
+         : instance == COPPICE_MLA_HOPPER       ? "hopper"
+                                                : "auto";
 }
 
 // Uniform: `context` for all.  Ragged: log-uniform from context / 16 to context, the first request
@@ -578,8 +579,8 @@ int Main(int argc, char** argv) {
   std::vector<int> contexts = {16384, 65536};
   app.add_option("mode", mode, "targets, grid, sweep, baseline, accuracy, cell or all")
       ->check(CLI::IsMember({"targets", "grid", "sweep", "baseline", "accuracy", "cell", "all"}));
-  app.add_option("--instance", instance, "common, hopper or auto")
-      ->check(CLI::IsMember({"common", "hopper", "auto"}));
+  app.add_option("--instance", instance, "common, common_small, hopper or auto")
+      ->check(CLI::IsMember({"common", "common_small", "hopper", "auto"}));
   app.add_flag("--full", full, "grid: every combination, not one change at a time");
   app.add_option("--contexts", contexts, "sweep: at these contexts");
   app.add_option("--out", out, "write DIR/verify_kernel/<date>-<device>.json");
@@ -596,9 +597,10 @@ int Main(int argc, char** argv) {
   app.add_flag("--ragged", ragged, "cell: log-uniform lengths");
   app.add_flag("--sequential", sequential, "cell: pages in ascending order");
   CLI11_PARSE(app, argc, argv);
-  cell.instance = instance == "common"   ? COPPICE_MLA_COMMON
-                  : instance == "hopper" ? COPPICE_MLA_HOPPER
-                                         : COPPICE_MLA_AUTO;
+  cell.instance = instance == "common"         ? COPPICE_MLA_COMMON
+                  : instance == "common_small" ? COPPICE_MLA_COMMON_SMALL
+                  : instance == "hopper"       ? COPPICE_MLA_HOPPER
+                                               : COPPICE_MLA_AUTO;
   cell.type = type == "bf16" ? COPPICE_MLA_BF16 : COPPICE_MLA_FP8;
   cell.tree = tree == "tree"    ? mla::TreeKind::kRandom
               : tree == "chain" ? mla::TreeKind::kChain
