@@ -17,6 +17,14 @@
 
 #include "kernels/cuda/mla_verify_internal.cuh"
 
+#ifndef LO_SUB
+#define LO_SUB 1
+#define LO_ST 10
+#endif
+#ifndef HI_SUB
+#define HI_SUB 2
+#define HI_ST 4
+#endif
 namespace coppice::mla {
 namespace {
 
@@ -30,6 +38,7 @@ constexpr float kLn2 = 0.693147180559945f;
 // is rescaled: products stay far from overflow, rescaling is rare, and exact because it is by a
 // power of two.
 constexpr float kHeadroom = 8.f;
+constexpr float kMostWeight = 256.f;    // 2^kHeadroom
 constexpr float kNoReference = -1e30f;  // below any score: whatever is seen first exceeds it
 
 // ---- instructions
@@ -158,7 +167,7 @@ struct Config {
   static constexpr int kStagingPitch = kLatent * 2 + 16;
   static constexpr int kScoreBytes = Max(kWarps * kTokens * kScorePitch * 4, 8 * kStagingPitch);
   static constexpr int kWeightBytes = kBlocks * 8 * kTokens * 2;
-  static constexpr int kRowsBytes = 2 * 32 * 4;  // two floats a row
+  static constexpr int kRowsBytes = 2 * 32 * 4 + 64;  // two floats a row, and the fragment
   static constexpr int kGroupBytes = kScoreBytes + kWeightBytes + kRowsBytes;
   static constexpr int kBarriers = 2 * kStages * 8;
   static constexpr int kSharedBytes = kStages * kStageBytes + 2 * kGroupBytes + kBarriers;
@@ -188,17 +197,33 @@ __device__ __forceinline__ int WeightOffset(int row, int chunk) {
 }
 
 template <int N>
-__device__ __forceinline__ void LoadVector(float (&v)[N], const float* p) {
+__device__ __forceinline__ void LoadShared(float (&v)[N], uint32_t address) {
   if constexpr (N == 4) {
-    const float4 x = *reinterpret_cast<const float4*>(p);
-    v[0] = x.x, v[1] = x.y, v[2] = x.z, v[3] = x.w;
+    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+                 : "r"(address)
+                 : "memory");
   } else if constexpr (N == 2) {
-    const float2 x = *reinterpret_cast<const float2*>(p);
-    v[0] = x.x, v[1] = x.y;
+    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];"
+                 : "=f"(v[0]), "=f"(v[1])
+                 : "r"(address)
+                 : "memory");
   } else {
-    v[0] = *p;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v[0]) : "r"(address) : "memory");
   }
 }
+
+__device__ __forceinline__ void StoreShared(uint32_t address, uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void StoreShared2(uint32_t address, float low, float high) {
+  asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(low), "f"(high) : "memory");
+}
+
+// Hides how `value` was computed, so that the compiler keeps it in a register instead of computing
+// it again and again.
+__device__ __forceinline__ void Keep(uint32_t& value) { asm("" : "+r"(value)); }
 
 // What one group does for a block's fragments.
 template <typename C, int Blocks>
@@ -215,12 +240,17 @@ struct Group {
   uint8_t* const weights;
   float* const row_factor;     // [32]: rescaling, later the inverse sums
   float* const row_base;       // [32]
+  const Fragment* const work;  // the fragment in hand, in shared memory
   const uint32_t full, empty;  // barriers of the ring's stages
+
+  // This thread's places in shared memory.  Keys and values relative to their stage.
+  uint32_t keys, values, scores_out, scores_in, weights_out, weights_in;
 
   uint32_t query[kKeySteps][Blocks][2];
   float output[kValueTiles][Blocks][4];
   float reference[kVector], sum[kVector];
-  int loaded = 0, used = 0;  // steps since the kernel began, of this group's ring
+  // The ring's stage in use, and the parity of its round.
+  uint32_t stage = 0, parity = 0;
 
   __device__ Group(const AttentionArguments& arguments, int group_index, uint8_t* shared)
       : a(arguments),
@@ -234,9 +264,24 @@ struct Group {
         weights(reinterpret_cast<uint8_t*>(scores) + C::kScoreBytes),
         row_factor(reinterpret_cast<float*>(weights + C::kWeightBytes)),
         row_base(row_factor + 32),
+        work(reinterpret_cast<const Fragment*>(row_base + 32)),
         full(SharedAddress(shared + C::kStages * C::kStageBytes + 2 * C::kGroupBytes) +
              (C::kSplitTokens ? group * C::kRing * 8 : 0)),
-        empty(full + C::kStages * 8) {}
+        empty(full + C::kStages * 8) {
+    keys = SharedAddress(ring) + lane % 16 * C::kPitch + lane / 16 * 16 + warp * kKeySteps * 32;
+    values = SharedAddress(ring) + (lane / 16 * 8 + lane % 8) * C::kPitch + lane / 8 % 2 * 16 +
+             warp * kValueTiles * 32;
+    scores_out =
+        SharedAddress(scores + (warp * C::kTokens + lane / 4) * C::kScorePitch + lane % 4 * 2);
+    scores_in = SharedAddress(scores + PairToken() * C::kScorePitch + VectorRow());
+    weights_out = SharedAddress(weights) + WeightOffset<C::kTokens>(VectorRow(), PairToken() / 8) +
+                  PairToken() % 8 * 2;
+    weights_in = SharedAddress(weights) +
+                 (C::kSubSteps == 2 ? WeightOffset<32>(lane % 8, lane / 8)
+                                    : WeightOffset<16>(lane / 16 * 8 + lane % 8, lane / 8 % 2));
+    Keep(keys), Keep(values), Keep(scores_out), Keep(scores_in), Keep(weights_out),
+        Keep(weights_in);
+  }
 
   __device__ int FirstBlock() const { return C::kSplitTokens ? 0 : group * C::kBlocks0; }
 
@@ -263,28 +308,37 @@ struct Group {
 
   // ---- the ring
 
+  // Where this thread's copies come from: its row of the fragment's first step, and the last row
+  // there is.
+  struct Source {
+    const int32_t* table;
+    int first, last;
+  };
+
   // This thread's row of sub-step u in the fragment's step n, or the last row where that is past
   // the end.
-  __device__ int Position(const Fragment& f, int n, int u) const {
-    return min(f.begin + n * C::kTokens + u * 16 + warp * 4 + lane / 8, f.end - 1);
+  __device__ int Position(const Source& s, int n, int u) const {
+    return min(s.first + n * C::kTokens + u * 16, s.last);
   }
 
-  __device__ void ReadTable(const Fragment& f, int n, int (&pages)[C::kSubSteps]) const {
-    const int32_t* table = a.tensors.page_table + f.request * a.tensors.table_stride;
+  __device__ void ReadTable(const Source& s, int n, int (&pages)[C::kSubSteps]) const {
 #pragma unroll
     for (int u = 0; u < C::kSubSteps; ++u)
-      pages[u] = __ldg(table + (Position(f, n, u) >> a.page_shift));
+      pages[u] = __ldg(s.table + (Position(s, n, u) >> a.page_shift));
   }
 
-  // Eight threads copy a row, 128 bytes at a time.
-  __device__ void Load(const Fragment& f, int n, int step, const int (&pages)[C::kSubSteps]) {
-    const int stage = step % C::kRing;
-    if (step >= C::kRing) BarrierWait(empty + stage * 8, (step / C::kRing - 1) & 1);
-    const uint32_t to = SharedAddress(ring) + stage * C::kStageBytes +
+  // Copies the fragment's step n into the stage that is `ahead` of the one in use: eight threads a
+  // row, 128 bytes at a time.
+  __device__ void Load(const Source& s, int n, int ahead, bool reused,
+                       const int (&pages)[C::kSubSteps]) {
+    uint32_t at = stage + ahead, round = parity;
+    if (at >= C::kRing) at -= C::kRing, round ^= 1;
+    if (reused) BarrierWait(empty + at * 8, round ^ 1);
+    const uint32_t to = SharedAddress(ring) + at * C::kStageBytes +
                         (warp * 4 + lane / 8) * C::kPitch + lane % 8 * 16;
 #pragma unroll
     for (int u = 0; u < C::kSubSteps; ++u) {
-      const int slot = Position(f, n, u) & ((1 << a.page_shift) - 1);
+      const int slot = Position(s, n, u) & ((1 << a.page_shift) - 1);
       const uint8_t* from = static_cast<const uint8_t*>(a.tensors.cache) +
                             static_cast<int64_t>(pages[u]) * a.tensors.page_stride +
                             slot * C::kRowBytes + lane % 8 * 16;
@@ -292,37 +346,57 @@ struct Group {
       for (int i = 0; i < C::kRowBytes / 128; ++i)
         CopyAsync16(to + u * 16 * C::kPitch + i * 128, from + i * 128);
     }
-    BarrierArriveOnCopies(full + stage * 8);
+    BarrierArriveOnCopies(full + at * 8);
   }
 
   // ---- the phases of a step
 
-  __device__ void Scores(uint32_t stage_address) {
-    float s[C::kSubSteps][Blocks][4];
+  // Products of a chain wait for each other: there are at least four chains, of several blocks, of
+  // both tiles of a step (unless four blocks fill the registers), or of every second or fourth
+  // dimension step.  Each key fragment is loaded while the one before is multiplied.
+  __device__ void Scores() {
+    constexpr int kTiles = Blocks <= 3 ? C::kSubSteps : 1;  // tiles at a time
+    constexpr int kChains = Blocks * kTiles >= 4 ? 1 : Blocks * kTiles >= 2 ? 2 : 4;
+    const uint32_t from = keys + stage * C::kStageBytes;
 #pragma unroll
-    for (int u = 0; u < C::kSubSteps; ++u)
+    for (int first = 0; first < C::kSubSteps; first += kTiles) {
+      float s[kTiles][Blocks][kChains][4];
 #pragma unroll
-      for (int n = 0; n < Blocks; ++n) s[u][n][0] = s[u][n][1] = s[u][n][2] = s[u][n][3] = 0.f;
-    const uint32_t keys =
-        stage_address + lane % 16 * C::kPitch + lane / 16 * 16 + warp * kKeySteps * 32;
+      for (int u = 0; u < kTiles; ++u)
 #pragma unroll
-    for (int k = 0; k < kKeySteps; ++k) {
+        for (int n = 0; n < Blocks; ++n)
 #pragma unroll
-      for (int u = 0; u < C::kSubSteps; ++u) {
-        uint32_t key[4];
-        LoadMatrices(key, keys + u * 16 * C::kPitch + k * 32);
+          for (int c = 0; c < kChains; ++c)
+            s[u][n][c][0] = s[u][n][c][1] = s[u][n][c][2] = s[u][n][c][3] = 0.f;
+      constexpr int kLoads = kKeySteps * kTiles;
+      const auto address = [&](int i) {
+        return from + (first + i % kTiles) * 16 * C::kPitch + i / kTiles * 32;
+      };
+      uint32_t key[2][4];
+      LoadMatrices(key[0], address(0));
 #pragma unroll
-        for (int n = 0; n < Blocks; ++n) Multiply(s[u][n], key, query[k][n][0], query[k][n][1]);
+      for (int i = 0; i < kLoads; ++i) {
+        if (i + 1 < kLoads) LoadMatrices(key[(i + 1) % 2], address(i + 1));
+        const int k = i / kTiles;
+#pragma unroll
+        for (int n = 0; n < Blocks; ++n) {
+          Multiply(s[i % kTiles][n][k % kChains], key[i % 2], query[k][n][0], query[k][n][1]);
+        }
       }
-    }
-    float* to = scores + (warp * C::kTokens + lane / 4) * C::kScorePitch + lane % 4 * 2;
 #pragma unroll
-    for (int u = 0; u < C::kSubSteps; ++u) {
+      for (int u = 0; u < kTiles; ++u) {
 #pragma unroll
-      for (int n = 0; n < Blocks; ++n) {
-        float* at = to + u * 16 * C::kScorePitch + n * 8;
-        *reinterpret_cast<float2*>(at) = make_float2(s[u][n][0], s[u][n][1]);
-        *reinterpret_cast<float2*>(at + 8 * C::kScorePitch) = make_float2(s[u][n][2], s[u][n][3]);
+        for (int n = 0; n < Blocks; ++n) {
+          float(&v)[kChains][4] = s[u][n];
+#pragma unroll
+          for (int c = 1; c < kChains; ++c) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) v[0][j] += v[c][j];
+          }
+          const uint32_t at = scores_out + ((first + u) * 16 * C::kScorePitch + n * 8) * 4;
+          StoreShared2(at, v[0][0], v[0][1]);
+          StoreShared2(at + 8 * C::kScorePitch * 4, v[0][2], v[0][3]);
+        }
       }
     }
   }
@@ -333,56 +407,72 @@ struct Group {
     return Softmax::kActive == kGroupThreads || thread < Softmax::kActive;
   }
 
-  // Scores of this thread's rows and two tokens in log2 units; −inf where not visible.
-  __device__ void ReadScores(const Fragment& f, int position, float (&x)[2][kVector]) const {
+  // Scores of this thread's rows and two tokens, not yet scaled.
+  __device__ void ReadScores(float (&x)[2][kVector]) const {
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
-      const float* from = scores + (PairToken() + t) * C::kScorePitch + VectorRow();
       float part[kWarps][kVector];
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) LoadVector(part[w], from + w * C::kTokens * C::kScorePitch);
-#pragma unroll
-      for (int r = 0; r < kVector; ++r) {
-        x[t][r] = ((part[0][r] + part[1][r]) + (part[2][r] + part[3][r])) * a.scale_log2;
+      for (int w = 0; w < kWarps; ++w) {
+        LoadShared(part[w], scores_in + (t + w * C::kTokens) * C::kScorePitch * 4);
       }
-    }
-    if (position + C::kTokens > f.context) {
-      const int block = FirstBlock() + VectorRow() / 8;
-      const int node = (f.first_group + block) / GroupsPerNode(a.shape.heads);
-      const uint64_t word =
-          block < f.groups
-              ? a.tensors.ancestor_words[static_cast<int64_t>(f.request) * a.shape.nodes + node]
-              : 0;
 #pragma unroll
-      for (int t = 0; t < 2; ++t) {
-        const int j = position + PairToken() + t - f.context;
-        const bool visible = j < 0 || (j < f.nodes && (word >> j & 1) != 0);
-#pragma unroll
-        for (int r = 0; r < kVector; ++r) x[t][r] = visible ? x[t][r] : -INFINITY;
-      }
+      for (int r = 0; r < kVector; ++r)
+        x[t][r] = (part[0][r] + part[1][r]) + (part[2][r] + part[3][r]);
     }
   }
 
-  __device__ void WriteWeights(const float (&p)[2][kVector]) {
+  // −inf where not visible.
+  __device__ __noinline__ static uint32_t Visible(const AttentionArguments& a, const Fragment& f,
+                                                  int block, int token) {
+    if (block >= f.groups) return 3;  // rows that nobody writes
+    const int node = (f.first_group + block) / GroupsPerNode(a.shape.heads);
+    const uint64_t word =
+        a.tensors.ancestor_words[static_cast<int64_t>(f.request) * a.shape.nodes + node];
+    uint32_t visible = 0;
+    for (int t = 0; t < 2; ++t) {
+      const int j = token + t - f.context;
+      if (j < 0 || (j < f.nodes && (word >> j & 1) != 0)) visible |= 1u << t;
+    }
+    return visible;
+  }
+
+  __device__ void Mask(int step, float (&x)[2][kVector]) const {
+    const Fragment& f = *work;
+    const uint32_t visible =
+        Visible(a, f, FirstBlock() + VectorRow() / 8, f.begin + step * C::kTokens + PairToken());
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+#pragma unroll
+      for (int r = 0; r < kVector; ++r) x[t][r] = (visible >> t & 1) != 0 ? x[t][r] : -INFINITY;
+    }
+  }
+
+  __device__ void WriteWeights(const float (&p)[2][kVector]) const {
 #pragma unroll
     for (int r = 0; r < kVector; ++r) {
-      *reinterpret_cast<uint32_t*>(weights +
-                                   WeightOffset<C::kTokens>(VectorRow() + r, PairToken() / 8) +
-                                   PairToken() % 8 * 2) = PackBf16(p[0][r], p[1][r]);
+      // WeightOffset of row VectorRow() + r, told from that of VectorRow(), which is a multiple of
+      // kVector.
+      StoreShared(WeightRow(r), PackBf16(p[0][r], p[1][r]));
     }
+  }
+  __device__ uint32_t WeightRow(int r) const {
+    return C::kTokens == 32 ? (weights_out ^ static_cast<uint32_t>(r / 2 << 4)) + r * 64
+                            : weights_out + r * 32;
   }
 
   // Some row outgrew its reference: every such row takes its peak, rounded up, as the new one.
-  __device__ void Rescale(const Fragment& f, int position, float (&p)[2][kVector]) {
+  __device__ void Rescale(int step, bool masked, float (&p)[2][kVector]) {
     float x[2][kVector];
     float* peaks =
         reinterpret_cast<float*>(weights);  // [pair][row], until the weights are written again
     constexpr int kRows = Blocks * 8;
     if (InSoftmax()) {
-      ReadScores(f, position, x);
+      ReadScores(x);
+      if (masked) Mask(step, x);
 #pragma unroll
       for (int r = 0; r < kVector; ++r) {
-        peaks[PairToken() / 2 * kRows + VectorRow() + r] = fmaxf(x[0][r], x[1][r]);
+        peaks[PairToken() / 2 * kRows + VectorRow() + r] = fmaxf(x[0][r], x[1][r]) * a.scale_log2;
       }
     }
     GroupBarrier(group);
@@ -390,7 +480,7 @@ struct Group {
 #pragma unroll
       for (int r = 0; r < kVector; ++r) {
         float peak = -INFINITY;
-#pragma unroll 1
+#pragma unroll
         for (int i = 0; i < Softmax::kPairs; ++i)
           peak = fmaxf(peak, peaks[i * kRows + VectorRow() + r]);
         const float next = peak > reference[r] + kHeadroom ? ceilf(peak) : reference[r];
@@ -398,8 +488,8 @@ struct Group {
         if (PairToken() == 0) row_factor[VectorRow() + r] = factor;
         sum[r] *= factor;
         reference[r] = next;
-        p[0][r] = Exp2(x[0][r] - next);
-        p[1][r] = Exp2(x[1][r] - next);
+        p[0][r] = Exp2(fmaf(x[0][r], a.scale_log2, -next));
+        p[1][r] = Exp2(fmaf(x[1][r], a.scale_log2, -next));
       }
     }
     GroupBarrier(group);
@@ -418,41 +508,40 @@ struct Group {
     }
   }
 
-  __device__ void Softmaxes(const Fragment& f, int position) {
+  __device__ void Weigh(int step, bool masked) {
     float p[2][kVector];
     bool outgrown = false;
     if (InSoftmax()) {
-      ReadScores(f, position, p);
-      float peak = -INFINITY;
+      ReadScores(p);
+      if (masked) Mask(step, p);
+      float most = 0.f;
 #pragma unroll
-      for (int t = 0; t < 2; ++t) {
-#pragma unroll
-        for (int r = 0; r < kVector; ++r) {
-          p[t][r] -= reference[r];
-          peak = fmaxf(peak, p[t][r]);
-          p[t][r] = Exp2(p[t][r]);
-        }
+      for (int r = 0; r < kVector; ++r) {
+        p[0][r] = Exp2(fmaf(p[0][r], a.scale_log2, -reference[r]));
+        p[1][r] = Exp2(fmaf(p[1][r], a.scale_log2, -reference[r]));
+        most = fmaxf(most, p[0][r] + p[1][r]);
       }
-      outgrown = peak > kHeadroom;
+      outgrown =
+          most > kMostWeight;  // certain where a score exceeds its reference by more than kHeadroom
       WriteWeights(p);
     }
-    if (GroupBarrierAny(group, outgrown)) Rescale(f, position, p);
+    if (GroupBarrierAny(group, outgrown)) Rescale(step, masked, p);
     if (InSoftmax()) {
 #pragma unroll
       for (int r = 0; r < kVector; ++r) sum[r] += p[0][r] + p[1][r];
     }
   }
 
-  __device__ void Values(uint32_t stage_address) {
-    const uint32_t values = stage_address + (lane / 16 * 8 + lane % 8) * C::kPitch +
-                            lane / 8 % 2 * 16 + warp * kValueTiles * 32;
-    const uint32_t from = SharedAddress(weights);
+  __device__ void Values() {
+    const uint32_t from = values + stage * C::kStageBytes;
     uint32_t weight[C::kSubSteps][Blocks][2];
+    uint32_t value[2][4];
+    LoadMatricesTransposed(value[0], from);
     if constexpr (C::kSubSteps == 2) {
 #pragma unroll
       for (int n = 0; n < Blocks; ++n) {
         uint32_t r[4];
-        LoadMatrices(r, from + WeightOffset<32>(n * 8 + lane % 8, lane / 8));
+        LoadMatrices(r, (weights_in ^ static_cast<uint32_t>(n << 4)) + n * 512);
         weight[0][n][0] = r[0], weight[0][n][1] = r[1];
         weight[1][n][0] = r[2], weight[1][n][1] = r[3];
       }
@@ -460,9 +549,7 @@ struct Group {
 #pragma unroll
       for (int n = 0; n < Blocks; n += 2) {
         uint32_t r[4];
-        // Where the blocks are odd, the last load's upper half re-reads the block itself.
-        const int other = n + 1 < Blocks ? lane / 16 : 0;
-        LoadMatrices(r, from + WeightOffset<16>((n + other) * 8 + lane % 8, lane / 8 % 2));
+        LoadMatrices(r, weights_in + n * 256);  // of an odd last block the upper half is not used
         weight[0][n][0] = r[0], weight[0][n][1] = r[1];
         if (n + 1 < Blocks) weight[0][n + 1][0] = r[2], weight[0][n + 1][1] = r[3];
       }
@@ -471,11 +558,15 @@ struct Group {
     for (int u = 0; u < C::kSubSteps; ++u) {
 #pragma unroll
       for (int i = 0; i < kValueTiles; ++i) {
-        uint32_t value[4];
-        LoadMatricesTransposed(value, values + u * 16 * C::kPitch + i * 32);
+        const int next = u * kValueTiles + i + 1;
+        if (next < C::kSubSteps * kValueTiles) {
+          LoadMatricesTransposed(value[next % 2], from + next / kValueTiles * 16 * C::kPitch +
+                                                      next % kValueTiles * 32);
+        }
 #pragma unroll
-        for (int n = 0; n < Blocks; ++n)
-          Multiply(output[i][n], value, weight[u][n][0], weight[u][n][1]);
+        for (int n = 0; n < Blocks; ++n) {
+          Multiply(output[i][n], value[(next - 1) % 2], weight[u][n][0], weight[u][n][1]);
+        }
       }
     }
   }
@@ -648,27 +739,36 @@ struct Group {
 
   __device__ void Run(uint8_t* shared) {
     const int last = a.workspace.fragment_begin[blockIdx.x + 1];
+    int begun = 0;  // steps loaded before this fragment, as far as the ring is deep
     for (int index = a.workspace.fragment_begin[blockIdx.x]; index < last; ++index) {
-      const Fragment f = a.workspace.fragments[index];
-      const int all_steps = (f.end - f.begin + C::kTokens - 1) / C::kTokens;
+      GroupBarrier(group);
+      if (thread < static_cast<int>(sizeof(Fragment) / 4)) {
+        reinterpret_cast<int32_t*>(const_cast<Fragment*>(work))[thread] =
+            reinterpret_cast<const int32_t*>(a.workspace.fragments + index)[thread];
+      }
+      GroupBarrier(group);
+      const int all_steps = (work->end - work->begin + C::kTokens - 1) / C::kTokens;
       // Of these, this group takes `steps`; its step k is the fragment's step Step(k).
       const int steps = C::kSplitTokens ? (all_steps - group + 1) / 2 : all_steps;
+      // The first of the fragment's steps with a position that not everybody sees.
+      const int first_masked = max(work->context - work->begin, 0) / C::kTokens;
       const auto step = [&](int k) { return C::kSplitTokens ? 2 * k + group : k; };
       // Where both groups share the ring they take turns loading it.
       const auto loads = [&](int k) { return C::kSplitTokens || k % 2 == group; };
       constexpr int kTurn = C::kSplitTokens ? 1 : 2;
 
+      const Source source = {a.tensors.page_table + work->request * a.tensors.table_stride,
+                             work->begin + warp * 4 + lane / 8, work->end - 1};
       int pages[C::kSubSteps];
-      const int first_load = C::kSplitTokens ? 0 : group;
-      ReadTable(f, step(first_load), pages);
+      ReadTable(source, step(C::kSplitTokens ? 0 : group), pages);
 #pragma unroll 1
       for (int k = 0; k < C::kAhead; ++k) {
         if (loads(k) && k < steps) {
-          Load(f, step(k), used + k, pages);
-          ReadTable(f, step(k + kTurn), pages);
+          Load(source, step(k), k, begun + k >= C::kRing, pages);
+          ReadTable(source, step(k + kTurn), pages);
         }
       }
-      LoadQueries(f);
+      LoadQueries(*work);
 #pragma unroll
       for (int i = 0; i < kValueTiles; ++i)
 #pragma unroll
@@ -679,26 +779,25 @@ struct Group {
 
 #pragma unroll 1
       for (int k = 0; k < steps; ++k) {
-        const int stage = (used + k) % C::kRing;
-        const uint32_t stage_address = SharedAddress(ring) + stage * C::kStageBytes;
-        BarrierWait(full + stage * 8, ((used + k) / C::kRing) & 1);
-        Scores(stage_address);
+        BarrierWait(full + stage * 8, parity);
+        Scores();
         GroupBarrier(group);
-        Softmaxes(f, f.begin + step(k) * C::kTokens);
+        Weigh(step(k), step(k) >= first_masked);
         if (loads(k + C::kAhead) && k + C::kAhead < steps) {
-          Load(f, step(k + C::kAhead), used + k + C::kAhead, pages);
-          ReadTable(f, step(k + C::kAhead + kTurn), pages);
+          Load(source, step(k + C::kAhead), C::kAhead, begun + k + C::kAhead >= C::kRing, pages);
+          ReadTable(source, step(k + C::kAhead + kTurn), pages);
         }
-        Values(stage_address);
+        Values();
         __syncwarp();
         if (lane == 0) BarrierArrive(empty + stage * 8);
+        if (++stage == C::kRing) stage = 0, parity ^= 1;
       }
-      used += steps;
+      begun = min(begun + steps, C::kRing);
       ReduceSums();
       if constexpr (C::kSplitTokens) {
-        FinishTogether(f, shared);
+        FinishTogether(*work, shared);
       } else {
-        Finish(f);
+        Finish(*work);
       }
     }
   }
@@ -746,7 +845,7 @@ using Small = Tiles<Groups, 1, 4>;
 
 // Within sm_90's 232,448.
 template <int Groups>
-using Large = Tiles<Groups, (Groups <= 4 ? 1 : 2), (Groups <= 4 ? 10 : 4)>;
+using Large = Tiles<Groups, (Groups <= 4 ? LO_SUB : HI_SUB), (Groups <= 4 ? LO_ST : HI_ST)>;
 
 template <typename C>
 cudaError_t PrepareOne() {
