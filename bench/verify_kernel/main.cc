@@ -27,6 +27,7 @@
 #include "bench/record.h"
 #include "bench/verify_kernel/per_row_baseline.h"
 #include "bench/verify_kernel/roofs.h"
+#include "kernels/cuda/mla_prefill.h"
 #include "kernels/cuda/mla_problem.h"
 #include "kernels/cuda/mla_reference.h"
 
@@ -161,6 +162,17 @@ mla::ProblemOptions Options(const Cell& cell) {
   o.caches = static_cast<int>(std::clamp<int64_t>(
       (4 * L2Bytes() + Positions(cell) * row - 1) / (Positions(cell) * row), 1, 64));
   return o;
+}
+
+// bf16 values of about unit size.
+void FillRandom(void* data, size_t count) {
+  std::vector<uint16_t> host(std::min<size_t>(count, 1 << 20));
+  std::mt19937 random(3);
+  for (uint16_t& value : host) value = 0x3F00 + random() % 0x80 + random() % 2 * 0x8000;
+  for (size_t at = 0; at < count; at += host.size()) {
+    cudaMemcpy(static_cast<uint16_t*>(data) + at, host.data(),
+               2 * std::min(host.size(), count - at), cudaMemcpyHostToDevice);
+  }
 }
 
 void FillRates(const Cell& cell, Figure* figure) {
@@ -336,6 +348,8 @@ class Bench {
   void Sweep(const std::vector<int>& contexts);
   void Baseline();
   void Accuracy();
+  double Prefill(int tokens, int context, coppice_mla_cache_type type);
+  void Prefills();
 
   const std::string& table() const { return table_; }
   int failures() const { return failures_; }
@@ -432,6 +446,8 @@ void Bench::Targets() {
     Target("wide page table / tight, 9 nodes, 65k, batch 8", 1.02, false,
            Us(Row("table", one)) / tight, "");
   }
+  Target("expanded prefill, 2048 tokens on 32k", 250, true, Prefill(2048, 32768, COPPICE_MLA_BF16),
+         "TFLOPS");
 }
 
 void Bench::Sweep(const std::vector<int>& contexts) {
@@ -569,6 +585,105 @@ void Bench::Accuracy() {
   }
 }
 
+// TFLOPS of a chunk of new tokens on a cached prefix; NaN where it failed.  FLOPs are those of
+// attention alone, 2 · (192 + 128) per query, visible key and head; with the rebuilding of keys and
+// values they are given beside.
+double Bench::Prefill(int tokens, int context, coppice_mla_cache_type type) {
+  Cell cell = With([&](Cell& c) {
+    c.nodes = 1;
+    c.context = context + tokens - 1;
+    c.batch = 1;
+    c.page = 64;
+    c.type = type;
+  });
+  mla::Problem problem(Options(cell));
+  const int heads = cell.heads;
+  coppice_mla_prefill_shape shape = {};
+  shape.tokens = tokens;
+  shape.heads = heads;
+  shape.page_size = cell.page;
+  shape.max_context = context;
+  shape.cache_type = type;
+  shape.softmax_scale = 2.5f / 13.86f;
+  size_t bytes = 0;
+  if (!problem.error().empty() || coppice_mla_prefill_workspace(&shape, &bytes) != COPPICE_MLA_OK) {
+    std::printf("prefill: %s\n", coppice_mla_prefill_error());
+    ++failures_;
+    return NAN;
+  }
+  std::vector<void*> allocations;
+  const auto allocate = [&](size_t size, bool random) {
+    void* data = nullptr;
+    if (cudaMalloc(&data, size) != cudaSuccess) return data;
+    allocations.push_back(data);
+    if (random) FillRandom(data, size / 2);
+    return data;
+  };
+  const size_t rows = static_cast<size_t>(tokens) * heads;
+  coppice_mla_prefill_tensors t = {};
+  t.query = allocate(rows * COPPICE_MLA_QUERY * 2, true);
+  t.kv_b = allocate(static_cast<size_t>(heads) * 256 * COPPICE_MLA_LATENT * 2, true);
+  t.page_stride = problem.tensors().page_stride;
+  t.page_table = problem.tensors().page_table;
+  int* lengths = static_cast<int*>(allocate(8, false));
+  const int host_lengths[2] = {context, tokens};
+  cudaMemcpy(lengths, host_lengths, 8, cudaMemcpyHostToDevice);
+  t.context_length = lengths;
+  t.token_count = lengths + 1;
+  t.output = allocate(rows * COPPICE_MLA_HEAD * 2, false);
+  t.workspace = allocate(bytes, false);
+  t.workspace_bytes = bytes;
+  const int caches = Options(cell).caches;
+  Figure figure;
+  const bool timed = TimeLayers(
+      std::max(caches, 4), [](cudaStream_t) {},
+      [&](cudaStream_t stream, int i) {
+        t.cache = problem.tensors(i % caches).cache;
+        if (coppice_mla_prefill_run(&shape, &t, stream) != COPPICE_MLA_OK) {
+          figure.error = coppice_mla_prefill_error();
+        }
+      },
+      &figure);
+  for (void* data : allocations) cudaFree(data);
+  ordered_json row = {{"kind", "prefill"},
+                      {"tokens", tokens},
+                      {"context", context},
+                      {"batch", 1},
+                      {"page", cell.page},
+                      {"heads", heads},
+                      {"kv_dtype", type == COPPICE_MLA_BF16 ? "bf16" : "fp8"}};
+  double tflops = NAN;
+  if (timed && figure.error.empty()) {
+    const double pairs = static_cast<double>(tokens) * context + 0.5 * tokens * (tokens + 1.0);
+    const double attention = 2.0 * int{COPPICE_MLA_QUERY + COPPICE_MLA_HEAD} * heads * pairs;
+    const double rebuild = 2.0 * int{COPPICE_MLA_LATENT} * 256 * heads * (context + tokens);
+    tflops = attention / figure.us / 1e6;
+    row["us"] = Round(figure.us);
+    row["us_least"] = Round(figure.us_least);
+    row["tflops"] = Round(tflops);
+    row["tflops_with_rebuilding"] = Round((attention + rebuild) / figure.us / 1e6);
+    row["mma_share"] = Round(tflops / roofs_.mma_tflops);
+    std::printf(
+        "prefill    tokens %4d ctx %6d %s: %9.2f us %6.1f TFLOPS (%.1f with the rebuilding)\n",
+        tokens, context, type == COPPICE_MLA_BF16 ? "bf16" : "fp8 ", figure.us, tflops,
+        (attention + rebuild) / figure.us / 1e6);
+  } else {
+    row["error"] = figure.error;
+    ++failures_;
+    std::printf("prefill    tokens %4d ctx %6d: %s\n", tokens, context, figure.error.c_str());
+  }
+  std::fflush(stdout);
+  record_->Add(std::move(row));
+  return tflops;
+}
+
+void Bench::Prefills() {
+  for (int context : {0, 4096, 65536, 200000}) {
+    for (int tokens : {16, 64, 256, 1024, 2048}) Prefill(tokens, context, COPPICE_MLA_BF16);
+  }
+  Prefill(2048, 32768, COPPICE_MLA_FP8);
+}
+
 int Main(int argc, char** argv) {
   CLI::App app("Times the verify-attention kernel on this GPU and writes a record");
   std::string mode = "targets", instance = "auto", out, type = "bf16", tree = "tree",
@@ -577,8 +692,9 @@ int Main(int argc, char** argv) {
   bool full = false, ragged = false, sequential = false;
   Cell cell;
   std::vector<int> contexts = {16384, 65536};
-  app.add_option("mode", mode, "targets, grid, sweep, baseline, accuracy, cell or all")
-      ->check(CLI::IsMember({"targets", "grid", "sweep", "baseline", "accuracy", "cell", "all"}));
+  app.add_option("mode", mode, "targets, grid, sweep, baseline, accuracy, prefill, cell or all")
+      ->check(CLI::IsMember(
+          {"targets", "grid", "sweep", "baseline", "accuracy", "prefill", "cell", "all"}));
   app.add_option("--instance", instance, "common, common_small, hopper or auto")
       ->check(CLI::IsMember({"common", "common_small", "hopper", "auto"}));
   app.add_flag("--full", full, "grid: every combination, not one change at a time");
@@ -634,6 +750,7 @@ int Main(int argc, char** argv) {
   if (all || mode == "baseline" || mode == "targets") bench.Baseline();
   if (all || mode == "sweep") bench.Sweep(contexts);
   if (all || mode == "accuracy") bench.Accuracy();
+  if (all || mode == "prefill") bench.Prefills();
   if (all || mode == "grid") bench.Grid(full);
   if (!bench.table().empty()) {
     std::printf("\n%-58s %11s %-7s %9s\n%s", "what", "target", "", "figure", bench.table().c_str());
