@@ -9,8 +9,9 @@ What runs:
   sglang_decode   SGLang's Triton decode_attention_fwd, each node a request of its own whose token list is the prefix and the
                   node's ancestors.  The tree, exactly; the cache is read once a node.  Best of splits × block × stages.
   vllm_decode     vLLM's Triton MLA decode, likewise with a block table (page 1) per node.  Best of its split counts.
-  flashinfer_*    FlashInfer's MLA wrapper (page 64), where flashinfer can be imported.  It takes no mask, so the nodes are
-                  verified as a chain, and the row says so.
+  flashinfer_*    FlashInfer's MLA wrapper (page 64), where flashinfer can be imported, and
+  flashmla        FlashMLA's dense decode (page 64), where flash_mla can be imported.  They take no mask, so the nodes are
+                  verified as a chain, and the rows say so.
 
 Only the Triton sources of SGLang and vLLM are imported; what they ask of the rest of their packages (platform queries) is
 answered here.  Every result is compared with the formula in fp64.  Times are per layer: a CUDA graph of layers whose caches
@@ -201,7 +202,7 @@ def sglang_extend(extend, problem):
 
     run(0)
     error = relative_error(out, problem.reference(1))
-    return time_layers(min(problem.layers, 8) if context > 16384 else problem.caches_count, run), error, {}
+    return time_layers(max(2, problem.caches_count), run), error, {}
 
 
 def node_rows(problem):
@@ -300,6 +301,27 @@ def flashinfer_chain(problem, backend):
     return time_layers(problem.layers, run), error, {"backend": backend}
 
 
+def flashmla_chain(problem):
+    import flash_mla
+
+    n = problem.nodes
+    query = problem.query.view(1, n, HEADS, 576)
+    table = problem.table64.view(1, -1).contiguous()
+    lengths = torch.tensor([problem.length], dtype=torch.int32, device="cuda")
+    metadata = [None]
+
+    def plan():  # its schedule is computed by the first layer that sees a new one, and shared by the others
+        metadata[0] = flash_mla.get_mla_metadata()[0]
+
+    def run(i):
+        return flash_mla.flash_mla_with_kvcache(query, problem.cache(i).view(-1, 64, 1, 576), table, lengths, 512, metadata[0],
+                                                None, softmax_scale=SCALE, causal=True)
+
+    plan()
+    error = relative_error(run(0)[0][0], problem.reference(64))
+    return time_layers(problem.layers, run, plan), error, {}
+
+
 def version(site, package):
     for path in pathlib.Path(site).glob(f"{package}-*.dist-info"):
         return re.match(rf"{package}-(.*)\.dist-info", path.name).group(1)
@@ -314,6 +336,7 @@ def main():
     parser.add_argument("--contexts", type=int, nargs="*", default=[4096, 65536])
     parser.add_argument("--quick", action="store_true", help="fewer configurations of the tuned peers")
     parser.add_argument("--flashinfer", action="store_true", help="FlashInfer too (its first call compiles it)")
+    parser.add_argument("--flashmla", action="store_true", help="FlashMLA too")
     parser.add_argument("--record", help="a record of bench/verify_kernel: rows and versions are added to it")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -335,6 +358,11 @@ def main():
         versions["flashinfer"] = flashinfer.__version__
         for backend in ("fa2", "fa3"):
             peers.append((f"flashinfer_{backend}", "chain", lambda p, b=backend: flashinfer_chain(p, b)))
+
+    if options.flashmla:
+        import flash_mla
+        versions["flash_mla"] = getattr(flash_mla, "__version__", "unknown")
+        peers.append(("flashmla", "chain", flashmla_chain))
 
     rows = []
 
