@@ -99,9 +99,13 @@ std::vector<uint64_t> TreeWords(TreeKind kind, int nodes, uint64_t seed) {
 
 void* Problem::Allocate(size_t bytes) {
   void* data = nullptr;
-  if (!Check(cudaMalloc(&data, std::max<size_t>(bytes, 16)), "cudaMalloc")) return nullptr;
+  const size_t size = std::max<size_t>(bytes, 16);
+  if (!Check(options_.pooled ? cudaMallocAsync(&data, size, nullptr) : cudaMalloc(&data, size),
+             "allocating")) {
+    return nullptr;
+  }
   allocations_.push_back(data);
-  cudaMemset(data, 0xFF, std::max<size_t>(bytes, 16));
+  cudaMemset(data, 0xFF, size);
   return data;
 }
 
@@ -114,6 +118,11 @@ bool Problem::Check(int status, const char* what) {
 }
 
 Problem::Problem(const ProblemOptions& options) : options_(options) {
+  cudaMemPool_t pool = nullptr;
+  if (options_.pooled && cudaDeviceGetDefaultMemPool(&pool, 0) == cudaSuccess) {
+    uint64_t keep_all = UINT64_MAX;  // freed memory stays in the pool
+    cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keep_all);
+  }
   const coppice_mla_shape& s = options_.shape;
   if (options_.node_counts.empty()) options_.node_counts.assign(s.batch, s.nodes);
   int64_t entries = 1;
@@ -182,7 +191,13 @@ Problem::Problem(const ProblemOptions& options) : options_(options) {
 }
 
 Problem::~Problem() {
-  for (void* data : allocations_) cudaFree(data);
+  for (void* data : allocations_) {
+    if (options_.pooled) {
+      cudaFreeAsync(data, nullptr);
+    } else {
+      cudaFree(data);
+    }
+  }
 }
 
 int64_t Problem::row_bytes() const {

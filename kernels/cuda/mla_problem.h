@@ -24,6 +24,7 @@ struct ProblemOptions {
   int64_t table_padding = 0;  // wild entries after the longest request's
   int foreign_pages = 3;      // pages of NaN that no table names
   int caches = 1;             // distinct caches of the same lengths: the layers of a model
+  bool pooled = false;        // from the device's memory pool: quicker, but sanitizers see less
   uint64_t seed = 1;
 };
 
