@@ -1,12 +1,14 @@
 // Times the verify kernel over a grid of trees and contexts, beside the roofs of this GPU and the
 // design it replaces, and writes a record (docs/architecture.md, section 11).
 //
-//   verify_kernel targets             the figures that the kernel was built to reach, a table,
-//   minutes at most verify_kernel grid [--full]       nodes × context × batch × page × cache type,
-//   ragged and uniform, both page orders verify_kernel sweep               every node count from 1
-//   to 64 verify_kernel baseline            the per-row design, four steps verify_kernel accuracy
-//   what the FP8 cache loses verify_kernel all                 everything above verify_kernel cell
-//   --nodes 9 --context 65536 …   one cell
+//   verify_kernel targets         the figures that the kernel was built to reach, as a table
+//   verify_kernel grid [--full]   nodes × context × batch × page × type, ragged, both page orders
+//   verify_kernel sweep           every node count from 1 to 64
+//   verify_kernel baseline        the per-row design, four steps
+//   verify_kernel accuracy        what the FP8 cache loses
+//   verify_kernel prefill         chunks of new tokens in the expanded form
+//   verify_kernel all             everything above
+//   verify_kernel cell --nodes 9 --context 65536 …
 //
 // Method: a CUDA graph of one schedule and the layers that take 4 ms (in the grid 2 ms), at most 61
 // as in a model, over caches that together exceed four times the L2, so that each layer finds its
