@@ -11,8 +11,8 @@ What runs:
   vllm_decode     vLLM's Triton MLA decode, likewise with a block table (page 1) per node.  Best of its split counts.
   flashinfer_*    FlashInfer's MLA wrapper (page 64), where flashinfer can be imported, and
   flashmla        FlashMLA's dense decode (page 64), where flash_mla can be imported.  They take no mask, so the nodes are
-                  verified as a chain, and, where SGLang is there, as context + tail (SGLang's extend) + merge: the tree, exactly.
-                  The rows say which.
+                  verified as a chain, and, where SGLang is there, as context + tail (SGLang's extend) + merge, which is the
+                  tree exactly.  The rows say which.
 
 Only the Triton sources of SGLang and vLLM are imported; what they ask of the rest of their packages (platform queries) is
 answered here.  Every result is compared with the formula in fp64.  Times are per layer: a CUDA graph of layers whose caches
