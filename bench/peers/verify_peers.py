@@ -277,7 +277,7 @@ def vllm_decode(decode, problem):
 
 
 def flashinfer_chain(problem, backend):
-    import flashinfer
+    import flashinfer.mla
 
     n = problem.nodes
     workspace = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
@@ -354,7 +354,7 @@ def main():
                   ("sglang_decode", "tree, a request per node", lambda p: sglang_decode(decode, p, options.quick)),
                   ("vllm_decode", "tree, a request per node", lambda p: vllm_decode(vllm, p))]
     if options.flashinfer:
-        import flashinfer
+        import flashinfer.mla
         versions["flashinfer"] = flashinfer.__version__
         for backend in ("fa2", "fa3"):
             peers.append((f"flashinfer_{backend}", "chain", lambda p, b=backend: flashinfer_chain(p, b)))

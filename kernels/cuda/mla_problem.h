@@ -47,7 +47,6 @@ class Problem {
   const std::string& error() const { return error_; }
 
   const coppice_mla_shape& shape() const { return options_.shape; }
-  coppice_mla_shape& mutable_shape() { return options_.shape; }
   const std::vector<int32_t>& contexts() const { return options_.contexts; }
   const std::vector<int32_t>& node_counts() const { return options_.node_counts; }
   const std::vector<uint64_t>& words() const { return words_; }

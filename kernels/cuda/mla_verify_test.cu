@@ -490,8 +490,8 @@ TEST_P(MlaVerify, NeedleInEachTile) {
   ProblemOptions o = Make(kNodes, {kContext}, 8);
   o.tree = TreeKind::kChain;
   for (int split_tokens : {0, 64, 128}) {
+    o.shape.split_tokens = split_tokens;
     Problem problem(o);
-    problem.mutable_shape().split_tokens = split_tokens;
     ASSERT_EQ(problem.error(), "");
     const std::vector<RowId> rows = LiveRows(problem.shape(), problem.node_counts());
     float* weights = nullptr;
@@ -622,15 +622,15 @@ TEST_P(MlaVerify, NeedleInEachTileOfLongContexts) {
 
 TEST_P(MlaVerify, SplitCountChangesNothing) {
   for (int nodes : {1, 9, 33}) {
-    Problem problem(Make(nodes, {4000, 100, 17}, 16));
-    ASSERT_EQ(problem.error(), "");
+    ProblemOptions o = Make(nodes, {4000, 100, 17}, 16);
     for (int splits : {1, 2, 3, 5, 8, 16, 63, 64, 132, 0}) {
-      problem.mutable_shape().max_splits = splits;
+      o.shape.max_splits = splits;
+      Problem problem(o);
       ASSERT_NO_FATAL_FAILURE(RunAndCheck(problem, "splits " + std::to_string(splits), 300));
     }
-    problem.mutable_shape().max_splits = 0;
     for (int tokens : {64, 128, 512, 4096}) {
-      problem.mutable_shape().split_tokens = tokens;
+      o.shape.split_tokens = tokens;
+      Problem problem(o);
       ASSERT_NO_FATAL_FAILURE(RunAndCheck(problem, "split_tokens " + std::to_string(tokens), 300));
     }
   }
