@@ -89,15 +89,6 @@ __device__ __forceinline__ void CopyAsyncWait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// ---- bulk stores: `bytes` (a multiple of 16) from shared memory, both addresses aligned to 16 -----------------------------
-__device__ __forceinline__ void BulkStore(void* to, uint32_t from, int bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
-}
-// Waits until this thread's bulk stores have read shared memory; they are written by the end of the grid.
-__device__ __forceinline__ void BulkStoresRead() {
-  asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
-}
-
 // ---- stores of 8 x 8 fragments, transposed: lane l gives the address of row l % 8 of matrix l / 8 ------------------------
 __device__ __forceinline__ void StoreTransposed4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),

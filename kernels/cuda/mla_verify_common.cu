@@ -18,14 +18,6 @@
 
 #include "kernels/cuda/mla_verify_internal.cuh"
 
-#ifndef LO_SUB
-#define LO_SUB 1
-#define LO_ST 10
-#endif
-#ifndef HI_SUB
-#define HI_SUB 2
-#define HI_ST 4
-#endif
 namespace coppice::mla {
 namespace {
 
@@ -34,12 +26,16 @@ constexpr int kGroupThreads = 128;
 constexpr int kWarps = 4;                                      // of a group
 constexpr int kValueTiles = COPPICE_MLA_LATENT / 16 / kWarps;  // 16-column tiles of a warp
 constexpr int kLatent = COPPICE_MLA_LATENT;
+constexpr int kScaleByte = 512, kRopeByte = 528;  // in a row of COPPICE_MLA_FP8
 constexpr float kLn2 = 0.693147180559945f;
 // A row's reference is a whole number (log2 units) that scores may exceed by this much before all
 // is rescaled: products stay far from overflow, rescaling is rare, and exact because it is by a
 // power of two.
 constexpr float kHeadroom = 8.f;
-constexpr float kMostWeight = 256.f;    // 2^kHeadroom
+constexpr float kMostWeight = 256.f;  // 2^kHeadroom
+// Weights of an e4m3 row carry its scale and this, which keeps them clear of fp16's subnormal
+// numbers.
+constexpr float kLift = 64.f;
 constexpr float kNoReference = -1e30f;  // below any score: whatever is seen first exceeds it
 
 // ---- instructions
@@ -85,6 +81,31 @@ __device__ __forceinline__ void Multiply(float (&c)[4], const uint32_t (&a)[4], 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+__device__ __forceinline__ void MultiplyHalf(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                             uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Two e4m3 in the lower or upper half of `packed`, exactly, as two fp16.
+template <int Half>
+__device__ __forceinline__ uint32_t Widen(uint32_t packed) {
+  uint32_t wide;
+  if constexpr (Half == 0) {
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low; }"
+        : "=r"(wide)
+        : "r"(packed));
+  } else {
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high; }"
+        : "=r"(wide)
+        : "r"(packed));
+  }
+  return wide;
+}
+
 __device__ __forceinline__ float Exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -93,6 +114,14 @@ __device__ __forceinline__ float Exp2(float x) {
 
 __device__ __forceinline__ uint32_t PackBf16(float low, float high) {
   __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<uint32_t*>(&v);
+}
+
+// Finite whatever comes: weights times a token's scale, and queries, need not fit.
+__device__ __forceinline__ uint32_t PackFiniteHalf(float low, float high) {
+  constexpr float kMost = 65504.f;
+  __half2 v =
+      __floats2half2_rn(fminf(fmaxf(low, -kMost), kMost), fminf(fmaxf(high, -kMost), kMost));
   return *reinterpret_cast<uint32_t*>(&v);
 }
 
@@ -151,8 +180,9 @@ constexpr int Max(int a, int b) { return a > b ? a : b; }
 
 // Blocks0 and Blocks1: 8-row blocks of group 0 and 1.  SubSteps: 16-token tiles a step.  Stages:
 // steps in the ring.
-template <int Blocks0, int Blocks1, bool SplitTokens_, int SubSteps_, int Stages>
+template <int Blocks0, int Blocks1, bool SplitTokens_, int SubSteps_, int Stages, bool Fp8>
 struct Config {
+  static constexpr bool kFp8 = Fp8;
   static constexpr bool kSplitTokens = SplitTokens_;
   static constexpr int kBlocks0 = Blocks0, kBlocks1 = Blocks1;
   static constexpr int kBlocks = Max(Blocks0, Blocks1);
@@ -164,9 +194,9 @@ struct Config {
   static constexpr int kRing = SplitTokens_ ? Stages / 2 : Stages;
   static constexpr int kAhead =
       SplitTokens_ ? kRing - 1 : kRing - 2;  // loads run this many steps ahead
-  static constexpr int kRowBytes = 1152;
-  static constexpr int kPitch =
-      kRowBytes + 16;  // an odd number of 16-byte units: ldmatrix meets no bank twice
+  static constexpr int kRowBytes = Fp8 ? 656 : 1152;
+  // An odd number of 16-byte units: ldmatrix meets no bank twice.
+  static constexpr int kPitch = Fp8 ? 656 : 1152 + 16;
   static constexpr int kStageBytes = kTokens * kPitch;
   // Partial scores [warp][token][row]; the pitch lets 4 tokens · 8 rows of a store fall into
   // different banks.
@@ -280,10 +310,11 @@ __device__ __forceinline__ int FreshThread() {
   return thread % kGroupThreads;
 }
 
-// `value` without what the compiler knows of its range: products of small factors otherwise become
-// byte dot products, whose packed constants cost registers.
+// `value` without what the compiler knows of it: products of small factors would become byte dot
+// products, whose packed constants cost registers, and addresses for a fragment's end would be held
+// ready throughout.
 __device__ __forceinline__ int Plain(int value) {
-  asm("" : "+r"(value));
+  asm volatile("" : "+r"(value));
   return value;
 }
 
@@ -292,6 +323,7 @@ template <typename C, int Blocks>
 struct Group {
   using Softmax = SoftmaxLayout<Blocks, C::kTokens>;
   static constexpr int kVector = Softmax::kVector;
+  static constexpr float kUnlift = C::kFp8 ? 1.f / kLift : 1.f;
   static constexpr int kKeySteps =
       COPPICE_MLA_ROW / 16 / kWarps;  // 16-dimension steps of a warp: 9
 
@@ -300,19 +332,20 @@ struct Group {
   // Addresses in shared memory: the ring, the group's own part and what lies in it.
   const uint32_t ring, scores;
   __device__ uint32_t Weights() const { return scores + C::kScoreBytes; }
-  __device__ uint32_t RowFactor() const {
-    return Weights() + C::kWeightBytes;
-  }  // rescaling, later sums, inverses
-  __device__ uint32_t RowBase() const { return RowFactor() + 32 * 4; }  // references
-  __device__ uint32_t Work() const {
-    return RowBase() + 32 * 4;
-  }                     // the fragment in hand, and the list's place
+  // Rescaling; later sums, then their inverses.
+  __device__ uint32_t RowFactor() const { return Weights() + C::kWeightBytes; }
+  // References.
+  __device__ uint32_t RowBase() const { return RowFactor() + 32 * 4; }
+  // The fragment in hand, and the list's place.
+  static constexpr int kWork = C::kScoreBytes + C::kWeightBytes + 2 * 32 * 4;
+  __device__ uint32_t Work() const { return scores + kWork; }
   const uint32_t full;  // the ring's barriers
   __device__ uint32_t Empty() const { return full + C::kStages * 8; }
 
   // This thread's places.  Keys and values relative to their stage.
   uint32_t keys, values, scores_out, scores_in, weights_out, weights_in;
-  uint32_t page_numbers;  // of the ring's rows
+  uint32_t rope_keys, scale_of;  // of an FP8 row
+  uint32_t page_numbers;         // of the ring's rows
 
   uint32_t query[kKeySteps][Blocks][2];
   float output[kValueTiles][Blocks][4];
@@ -327,9 +360,16 @@ struct Group {
         scores(shared + C::kStages * C::kStageBytes + group * C::kGroupBytes),
         full(shared + C::kBarriers + (C::kSplitTokens ? group * C::kRing * 8 : 0)) {
     const int self = FreshThread(), warp = self / 32, lane = self % 32;
-    keys = ring + lane % 16 * C::kPitch + lane / 16 * 16 + warp * kKeySteps * 32;
-    values =
-        ring + (lane / 16 * 8 + lane % 8) * C::kPitch + lane / 8 % 2 * 16 + warp * kValueTiles * 32;
+    keys = ring + lane % 16 * C::kPitch + lane / 16 * 16 +
+           warp * (C::kFp8 ? kLatent / kWarps : kKeySteps * 32);
+    if constexpr (C::kFp8) {
+      rope_keys = ring + lane % 16 * C::kPitch + lane / 16 * 16 + kRopeByte + warp * 32;
+      scale_of = ring + lane / 4 * C::kPitch + kScaleByte;
+    }
+    values = C::kFp8 ? ring + (lane / 8 % 2 * 8 + lane % 8) * C::kPitch + lane / 16 * 16 +
+                           warp * kValueTiles * 16
+                     : ring + (lane / 16 * 8 + lane % 8) * C::kPitch + lane / 8 % 2 * 16 +
+                           warp * kValueTiles * 32;
     scores_out = scores + ((warp * C::kTokens + lane / 4) * C::kScorePitch + lane % 4 * 2) * 4;
     scores_in = scores + (PairToken(self) * C::kScorePitch + VectorRow(self)) * 4;
     weights_out = Weights() + WeightOffset<C::kTokens>(VectorRow(self), PairToken(self) / 8) +
@@ -392,19 +432,37 @@ struct Group {
       for (int i = 0; i < kRounds; ++i) {
         const int chunk = i * kGroupThreads + thread;
         if (chunk < 8 * kChunks) {
-          *reinterpret_cast<uint4*>(reinterpret_cast<uint8_t*>(scores) +
-                                    chunk / kChunks * C::kQueryPitch + chunk % kChunks * 16) =
-              rows[n][i];
+          StoreQuad(scores + chunk / kChunks * C::kQueryPitch + chunk % kChunks * 16, rows[n][i]);
         }
       }
       GroupBarrier(group);
+      if constexpr (C::kFp8) {
+        // Key bytes come four adjacent ones a thread, so the dimensions of a step are dealt out
+        // four by four.
+        const uint32_t latent =
+            scores + Plain(lane / 4) * C::kQueryPitch + warp * 256 + lane % 4 * 8;
+        const uint32_t rope =
+            scores + Plain(lane / 4) * C::kQueryPitch + (kLatent + warp * 16) * 2 + lane % 4 * 4;
 #pragma unroll
-      for (int k = 0; k < kKeySteps; k += 2) {
-        uint32_t r[4];
-        // The last step has no second: its lanes read the first again.
-        LoadMatrices(r, mine + k * 32 + (k + 1 < kKeySteps ? lane / 8 : lane / 8 % 2) * 16);
-        query[k][n][0] = r[0], query[k][n][1] = r[1];
-        if (k + 1 < kKeySteps) query[k + 1][n][0] = r[2], query[k + 1][n][1] = r[3];
+        for (int k = 0; k < kKeySteps - 1; ++k) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const uint32_t two = LoadInt(latent + k * 32 + h * 4);
+            query[k][n][h] =
+                PackFiniteHalf(__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000u));
+          }
+        }
+        query[kKeySteps - 1][n][0] = LoadInt(rope);
+        query[kKeySteps - 1][n][1] = LoadInt(rope + 16);
+      } else {
+#pragma unroll
+        for (int k = 0; k < kKeySteps; k += 2) {
+          uint32_t r[4];
+          // The last step has no second: its lanes read the first again.
+          LoadMatrices(r, mine + k * 32 + (k + 1 < kKeySteps ? lane / 8 : lane / 8 % 2) * 16);
+          query[k][n][0] = r[0], query[k][n][1] = r[1];
+          if (k + 1 < kKeySteps) query[k + 1][n][0] = r[2], query[k + 1][n][1] = r[3];
+        }
       }
     }
     GroupBarrier(group);
@@ -447,6 +505,10 @@ struct Group {
 #pragma unroll
       for (int i = 0; i < C::kRowBytes / 128; ++i)
         CopyAsync16(to + u * 16 * C::kPitch + i * 128, from + i * 128);
+      if (C::kRowBytes % 128 != 0 && column < C::kRowBytes % 128) {
+        CopyAsync16(to + u * 16 * C::kPitch + C::kRowBytes / 128 * 128,
+                    from + C::kRowBytes / 128 * 128);
+      }
     }
     if (column == 0) {
 #pragma unroll
@@ -458,6 +520,44 @@ struct Group {
   }
 
   // ---- the phases of a step
+
+  // Of an e4m3 row the latent's products are scaled by the token's scale before the RoPE part's are
+  // added to them.
+  __device__ void ScoresFp8() {
+    const uint32_t from = keys + stage * C::kStageBytes;
+    const uint32_t scales = scale_of + stage * C::kStageBytes;
+#pragma unroll
+    for (int u = 0; u < C::kSubSteps; ++u) {
+      float s[Blocks][4];
+#pragma unroll
+      for (int n = 0; n < Blocks; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.f;
+      const float low = LoadFloat(scales + u * 16 * C::kPitch);
+      const float high = LoadFloat(scales + (u * 16 + 8) * C::kPitch);
+#pragma unroll
+      for (int k = 0; k < kKeySteps - 1; k += 2) {
+        uint32_t raw[4];
+        LoadMatrices(raw, from + u * 16 * C::kPitch + k * 16);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const uint32_t key[4] = {Widen<0>(raw[2 * h]), Widen<0>(raw[2 * h + 1]),
+                                   Widen<1>(raw[2 * h]), Widen<1>(raw[2 * h + 1])};
+#pragma unroll
+          for (int n = 0; n < Blocks; ++n)
+            MultiplyHalf(s[n], key, query[k + h][n][0], query[k + h][n][1]);
+        }
+      }
+      uint32_t key[4];
+      LoadMatrices(key, rope_keys + stage * C::kStageBytes + u * 16 * C::kPitch);
+#pragma unroll
+      for (int n = 0; n < Blocks; ++n) {
+        s[n][0] *= low, s[n][1] *= low, s[n][2] *= high, s[n][3] *= high;
+        Multiply(s[n], key, query[kKeySteps - 1][n][0], query[kKeySteps - 1][n][1]);
+        const uint32_t at = scores_out + (u * 16 * C::kScorePitch + n * 8) * 4;
+        StoreShared2(at, s[n][0], s[n][1]);
+        StoreShared2(at + 8 * C::kScorePitch * 4, s[n][2], s[n][3]);
+      }
+    }
+  }
 
   // Products of a chain wait for each other: there are at least four chains, of several blocks, of
   // both tiles of a step (unless four blocks fill the registers), or of every second or fourth
@@ -559,11 +659,19 @@ struct Group {
   }
 
   __device__ void WriteWeights(const float (&p)[2][kVector]) const {
+    float scale[2];
+    if constexpr (C::kFp8) {
+      const uint32_t row =
+          ring + stage * C::kStageBytes + Plain(PairToken(FreshThread())) * C::kPitch + kScaleByte;
+      scale[0] = LoadFloat(row) * kLift;
+      scale[1] = LoadFloat(row + C::kPitch) * kLift;
+    }
 #pragma unroll
     for (int r = 0; r < kVector; ++r) {
       // WeightOffset of row VectorRow(self) + r, told from that of VectorRow(self), which is a
       // multiple of kVector.
-      StoreShared(WeightRow(r), PackBf16(p[0][r], p[1][r]));
+      StoreShared(WeightRow(r), C::kFp8 ? PackFiniteHalf(p[0][r] * scale[0], p[1][r] * scale[1])
+                                        : PackBf16(p[0][r], p[1][r]));
     }
   }
   __device__ uint32_t WeightRow(int r) const {
@@ -667,8 +775,6 @@ struct Group {
   __device__ void Values() {
     const uint32_t from = values + stage * C::kStageBytes;
     uint32_t weight[C::kSubSteps][Blocks][2];
-    uint32_t value[2][4];
-    LoadMatricesTransposed(value[0], from);
     if constexpr (C::kSubSteps == 2) {
 #pragma unroll
       for (int n = 0; n < Blocks; ++n) {
@@ -686,6 +792,32 @@ struct Group {
         if (n + 1 < Blocks) weight[0][n + 1][0] = r[2], weight[0][n + 1][1] = r[3];
       }
     }
+    if constexpr (C::kFp8) {
+      // A matrix of 8 tokens · 8 pairs of bytes: of a tile's 16 columns the even ones become the
+      // lower 8 rows of the A operand, the odd ones the upper.
+#pragma unroll
+      for (int u = 0; u < C::kSubSteps; ++u) {
+#pragma unroll
+        for (int i = 0; i < kValueTiles; i += 2) {
+          uint32_t raw[4];
+          LoadMatricesTransposed(raw, from + u * 16 * C::kPitch + i * 16);
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const uint32_t early = __byte_perm(raw[2 * h], 0, 0x3120),
+                           late = __byte_perm(raw[2 * h + 1], 0, 0x3120);
+            const uint32_t value[4] = {Widen<0>(early), Widen<1>(early), Widen<0>(late),
+                                       Widen<1>(late)};
+#pragma unroll
+            for (int n = 0; n < Blocks; ++n) {
+              MultiplyHalf(output[i + h][n], value, weight[u][n][0], weight[u][n][1]);
+            }
+          }
+        }
+      }
+      return;
+    }
+    uint32_t value[2][4];
+    LoadMatricesTransposed(value[0], from);
 #pragma unroll
     for (int u = 0; u < C::kSubSteps; ++u) {
 #pragma unroll
@@ -737,6 +869,7 @@ struct Group {
     const bool whole = f.slot < 0;
     const uint32_t staging = scores + warp * 8 * C::kStagingPitch;
     const uint32_t to = staging + Plain(lane % 8) * C::kStagingPitch + lane / 8 * 16;
+    const uint32_t pairs = staging + Plain(lane % 4) * 2 * C::kStagingPitch + lane / 4 * 4;
     const uint32_t from = staging + Plain(lane / kChunks) * C::kStagingPitch + lane % kChunks * 16;
     const int column_byte = (warp * kValueTiles + First) * 32 + lane % kChunks * 16;
 #pragma unroll
@@ -754,7 +887,18 @@ struct Group {
           const float high = output[i + q / 2][n][q % 2 * 2 + 1] * factor[1];
           packed[q] = whole ? PackBf16(low, high) : PackHalf(low, high);
         }
-        StoreMatricesTransposed(to + (i - First) * 32, packed);
+        if constexpr (C::kFp8) {
+          // Values 0, 1 are of even columns, 2, 3 of odd ones, of rows 2·(lane % 4) + {0, 1}.
+#pragma unroll
+          for (int q = 0; q < 2; ++q) {
+            const uint32_t at = pairs + (i - First + q) * 32;
+            StoreShared(at, __byte_perm(packed[2 * q], packed[2 * q + 1], 0x5410));
+            StoreShared(at + C::kStagingPitch,
+                        __byte_perm(packed[2 * q], packed[2 * q + 1], 0x7632));
+          }
+        } else {
+          StoreMatricesTransposed(to + (i - First) * 32, packed);
+        }
       }
       __syncwarp();
       // The block's first row in the output, or in the partial results; and how many of its rows
@@ -804,7 +948,7 @@ struct Group {
     if (thread < Blocks * 8) {
       const float total = LoadFloat(RowFactor() + thread * 4);
       WriteLse(f, thread, total, LoadFloat(RowBase() + thread * 4));
-      StoreFloat(RowFactor() + thread * 4, total > 0.f ? 1.f / total : 0.f);
+      StoreFloat(RowFactor() + thread * 4, total > 0.f ? kUnlift / total : 0.f);
     }
     GroupBarrier(group);
     Write<0, kValueTiles>(f);
@@ -868,7 +1012,7 @@ struct Group {
       const float total = LoadFloat(RowFactor() + thread * 4) * mine +
                           LoadFloat(RowFactor() + other + thread * 4) * Exp2(other_base - top);
       if (group == 0) WriteLse(f, thread, total, top);
-      inverse = total > 0.f ? 1.f / total : 0.f;
+      inverse = total > 0.f ? kUnlift / total : 0.f;
     }
     BlockBarrier();
     if (thread < Blocks * 8) StoreFloat(RowFactor() + thread * 4, mine * inverse);
@@ -934,7 +1078,11 @@ struct Group {
 #pragma unroll 1
       for (int k = 0; k < steps; ++k) {
         BarrierWait(full + stage * 8, parity);
-        Scores();
+        if constexpr (C::kFp8) {
+          ScoresFp8();
+        } else {
+          Scores();
+        }
         GroupBarrier(group);
         Weigh(step(k));
         if (loads(k + C::kAhead) && k + C::kAhead < steps) {
@@ -955,7 +1103,7 @@ struct Group {
       if (index >= LoadInt(Work() + kWords * 4 + 4)) return;
       GroupBarrier(group);
       const int thread = FreshThread(), word = fetch(thread, index);
-      if (thread < kWords) StoreShared(Work() + thread * 4, word);
+      if (thread < kWords) StoreShared(Plain(scores) + kWork + thread * 4, word);
       if (thread == 0) StoreShared(Work() + kWords * 4, index + 1);
     }
   }
@@ -992,17 +1140,18 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 // Of tiles of 1 … 4 groups, the two groups of warps take tokens in turn; of 5 … 8, half of the rows
 // each.
-template <int Groups, int SubSteps, int Stages>
-using Tiles = std::conditional_t<(Groups <= 4), Config<Groups, Groups, true, SubSteps, Stages>,
-                                 Config<(Groups + 1) / 2, Groups / 2, false, SubSteps, Stages>>;
+template <int Groups, int SubSteps, int Stages, bool Fp8>
+using Tiles =
+    std::conditional_t<(Groups <= 4), Config<Groups, Groups, true, SubSteps, Stages, Fp8>,
+                       Config<(Groups + 1) / 2, Groups / 2, false, SubSteps, Stages, Fp8>>;
 
 // Within the 101,376 bytes of shared memory that a block of sm_120 may have.
-template <int Groups>
-using Small = Tiles<Groups, 1, 4>;
+template <int Groups, bool Fp8>
+using Small = Tiles<Groups, 1, Fp8 ? 6 : 4, Fp8>;
 
 // Within sm_90's 232,448.
-template <int Groups>
-using Large = Tiles<Groups, (Groups <= 4 ? LO_SUB : HI_SUB), (Groups <= 4 ? LO_ST : HI_ST)>;
+template <int Groups, bool Fp8>
+using Large = Tiles<Groups, (Groups <= 4 ? 1 : 2), Groups <= 4 ? 10 : (Fp8 ? 6 : 4), Fp8>;
 
 template <typename C>
 cudaError_t PrepareOne() {
@@ -1021,31 +1170,32 @@ struct Tag {
 };
 
 // Calls f with the configuration of tiles of `groups`.
-template <template <int> typename Family, typename F>
+template <template <int, bool> typename Family, bool Fp8, typename F>
 auto DispatchIn(int groups, F f) {
   switch (groups) {
     case 1:
-      return f(Tag<Family<1>>());
+      return f(Tag<Family<1, Fp8>>());
     case 2:
-      return f(Tag<Family<2>>());
+      return f(Tag<Family<2, Fp8>>());
     case 3:
-      return f(Tag<Family<3>>());
+      return f(Tag<Family<3, Fp8>>());
     case 4:
-      return f(Tag<Family<4>>());
+      return f(Tag<Family<4, Fp8>>());
     case 5:
-      return f(Tag<Family<5>>());
+      return f(Tag<Family<5, Fp8>>());
     case 6:
-      return f(Tag<Family<6>>());
+      return f(Tag<Family<6, Fp8>>());
     case 7:
-      return f(Tag<Family<7>>());
+      return f(Tag<Family<7, Fp8>>());
     default:
-      return f(Tag<Family<8>>());
+      return f(Tag<Family<8, Fp8>>());
   }
 }
 
 template <typename F>
-auto Dispatch(int groups, bool large, F f) {
-  return large ? DispatchIn<Large>(groups, f) : DispatchIn<Small>(groups, f);
+auto Dispatch(int groups, bool large, bool fp8, F f) {
+  if (fp8) return large ? DispatchIn<Large, true>(groups, f) : DispatchIn<Small, true>(groups, f);
+  return large ? DispatchIn<Large, false>(groups, f) : DispatchIn<Small, false>(groups, f);
 }
 
 bool UsesLarge(const coppice_mla_shape& shape, int major) {
@@ -1056,7 +1206,7 @@ bool UsesLarge(const coppice_mla_shape& shape, int major) {
 
 Instance CommonInstance(const coppice_mla_shape& shape, int major) {
   const int tile = EvenTile(shape.nodes * GroupsPerNode(shape.heads), 8);
-  return Dispatch(tile, UsesLarge(shape, major), [](auto tag) {
+  return Dispatch(tile, UsesLarge(shape, major), shape.cache_type == COPPICE_MLA_FP8, [](auto tag) {
     using C = typename decltype(tag)::Type;
     return Instance{C::kTileGroups, C::kStepTokens, 1};
   });
@@ -1065,9 +1215,10 @@ Instance CommonInstance(const coppice_mla_shape& shape, int major) {
 cudaError_t PrepareCommon(int major) {
   cudaError_t error = cudaSuccess;
   for (int groups = 1; groups <= 8; ++groups) {
-    for (const bool large : {false, true}) {
+    for (const int kind : {0, 1, 2, 3}) {
+      const bool large = kind % 2 == 1, fp8 = kind / 2 == 1;
       if ((large && major != 9) || error != cudaSuccess) continue;
-      error = Dispatch(groups, large,
+      error = Dispatch(groups, large, fp8,
                        [](auto tag) { return PrepareOne<typename decltype(tag)::Type>(); });
     }
   }
@@ -1076,6 +1227,7 @@ cudaError_t PrepareCommon(int major) {
 
 cudaError_t LaunchCommon(const AttentionArguments& a, int major, cudaStream_t stream) {
   return Dispatch(a.instance.tile_groups, UsesLarge(a.shape, major),
+                  a.shape.cache_type == COPPICE_MLA_FP8,
                   [&](auto tag) { return LaunchOne<typename decltype(tag)::Type>(a, stream); });
 }
 

@@ -450,8 +450,7 @@ __device__ void Consume(const AttentionArguments& arguments, uint32_t shared, ch
     }
     ConsumersMeet();
 
-    // Output rows of 1,024 bytes, staged where the queries were (a row is 65 pieces of 16 bytes, for the banks) and sent off
-    // by bulk copies.
+    // Output rows of 1,024 bytes, staged where the queries were, each 16 bytes further than 1,024 for the banks' sake.
     auto stage = [&](auto pack) {
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
@@ -476,13 +475,16 @@ __device__ void Consume(const AttentionArguments& arguments, uint32_t shared, ch
     } else {
       stage([](float low, float high) { return PackBf16(low, high); });
     }
-    hopper::FenceAsyncProxy();
     ConsumersMeet();
-    if (thread < L::kRows && row_index[thread] >= 0) {
-      char* to = partial ? reinterpret_cast<char*>(arguments.workspace.partial_output) + (partial_row + thread) * 1024
-                         : static_cast<char*>(tensors.output) + row_index[thread] * int64_t{1024};
-      hopper::BulkStore(to, shared + L::kQuery + thread * kStagedRow, 1024);
-      hopper::BulkStoresRead();
+    char* const to = partial ? reinterpret_cast<char*>(arguments.workspace.partial_output) + partial_row * 1024
+                             : static_cast<char*>(tensors.output);
+#pragma unroll 1
+    for (int row = thread / 64; row < fragment.groups * kGroupRows; row += kConsumers / 64) {
+      const int64_t at = partial ? row : row_index[row];
+      if (at >= 0) {
+        *reinterpret_cast<uint4*>(to + at * 1024 + thread % 64 * 16) =
+            *reinterpret_cast<const uint4*>(shared_pointer + L::kQuery + row * kStagedRow + thread % 64 * 16);
+      }
     }
     ConsumersMeet();  // the room is the next fragment's queries'
   }
