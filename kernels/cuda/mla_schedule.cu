@@ -26,7 +26,10 @@ constexpr int kBatch = COPPICE_MLA_MAX_BATCH;
 // What starting, ending and combining a fragment costs, in tokens; and the shortest piece worth a
 // fragment.
 constexpr int kOverheadTokens = 128;
-constexpr int kShortestTokens = 64;
+#ifndef SHORTEST
+#define SHORTEST 64
+#endif
+constexpr int kShortestTokens = SHORTEST;
 
 struct Request {
   int context, nodes, groups, tiles;
@@ -85,7 +88,25 @@ __global__ void __launch_bounds__(kThreads) Schedule(const __grid_constant__ Att
   if (thread == 0) best = 1 << 30;
   __syncthreads();
 
+  const bool fixed = a.shape.split_tokens > 0;
+  const int bound = a.max_parts > 0 ? a.max_parts : 1 << 20;
   // Every thread sums over the batch by itself: 64 reads from shared memory.
+  if (a.instance.narrowest_groups > 0 && !fixed) {
+    // Tiles become k times as many where even the shortest parts leave that many blocks idle.
+    int finest = 0, k = kMostNarrowing, furthest = 0;
+    for (int b = 0; b < a.shape.batch; ++b) furthest = max(furthest, steps[b]);
+    const int least = max(shortest, (furthest + bound - 1) / bound);
+    for (int b = 0; b < a.shape.batch; ++b) {
+      const Request& r = requests[b];
+      if (r.tiles == 0) continue;
+      finest += r.tiles * ((r.steps + least - 1) / least);
+      k = min(k, r.groups / (r.tiles * a.instance.narrowest_groups));
+    }
+    k = finest > 0 ? min(k, a.blocks / finest) : 1;
+    __syncthreads();
+    if (k > 1 && thread < kBatch) requests[thread].tiles *= k;
+    __syncthreads();
+  }
   int longest = 0, all_tiles = 0, most_tiles = 0, live = 0, row_units = 0;
   bool uniform = true;
   for (int b = 0; b < a.shape.batch; ++b) {
@@ -124,12 +145,12 @@ __global__ void __launch_bounds__(kThreads) Schedule(const __grid_constant__ Att
     t.groups = r.groups * (tile + 1) / r.tiles - first;
     t.slot = slot;
     t.parts = tile_parts > 1 ? tile_parts : 0;
+    t.request_tiles = r.tiles;
+    t.request_groups = r.groups;
     a.workspace.tiles[b * a.max_tiles + tile] = t;
   };
 
   // Candidate 1: the shortest part length L (steps) that fits one wave.
-  const bool fixed = a.shape.split_tokens > 0;
-  const int bound = a.max_parts > 0 ? a.max_parts : 1 << 20;
   int part_steps = 0;
   if (!fixed && all_tiles > 0 && all_tiles <= a.blocks) {
     int low = max(min(shortest, longest), (longest + bound - 1) / bound), high = longest;
