@@ -26,10 +26,7 @@ constexpr int kBatch = COPPICE_MLA_MAX_BATCH;
 // What starting, ending and combining a fragment costs, in tokens; and the shortest piece worth a
 // fragment.
 constexpr int kOverheadTokens = 128;
-#ifndef SHORTEST
-#define SHORTEST 64
-#endif
-constexpr int kShortestTokens = SHORTEST;
+constexpr int kShortestTokens = 32;
 
 struct Request {
   int context, nodes, groups, tiles;
