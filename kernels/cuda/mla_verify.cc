@@ -185,7 +185,7 @@ coppice_mla_status MakePlan(const coppice_mla_shape* shape, Plan* plan) {
 #endif
   a.page_shift = std::countr_zero(static_cast<unsigned>(s.page_size));
   a.scale_log2 = s.softmax_scale * 1.4426950408889634f;
-  a.blocks = plan->device.multiprocessors * a.instance.blocks_per_sm;
+  a.blocks = std::min(plan->device.multiprocessors * a.instance.blocks_per_sm, kMostBlocks);
   const int groups = s.nodes * GroupsPerNode(s.heads);
   const int tiles = CeilDivide(groups, a.instance.tile_groups);
   a.max_tiles = a.instance.narrowest_groups > 0 ? std::min(groups, tiles * kMostNarrowing) : tiles;

@@ -23,8 +23,11 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kGroupThreads = 128;
-constexpr int kWarps = 4;                                      // of a group
+constexpr int kSmallBytes = 101376,
+              kLargeBytes = 232448;  // of shared memory that a block may have: sm_120, sm_90
+constexpr int kWarps = 4;            // of a group
 constexpr int kValueTiles = COPPICE_MLA_LATENT / 16 / kWarps;  // 16-column tiles of a warp
+constexpr int kHalf = kValueTiles / 2;
 constexpr int kLatent = COPPICE_MLA_LATENT;
 constexpr int kScaleByte = 512, kRopeByte = 528;  // in a row of COPPICE_MLA_FP8
 constexpr float kLn2 = 0.693147180559945f;
@@ -713,8 +716,9 @@ struct Group {
           p[1][r] = Exp2(fmaf(x[1][r], a.scale_log2, -next));
         }
       }
+      __syncwarp();
       if (self % 32 < Softmax::kVectors) {
-        StoreVector(RowBase() + row, peak);
+        if (risen) StoreVector(RowBase() + row, peak);
         StoreVector(RowFactor() + row, factor);
       }
       WriteWeights(p);
@@ -913,10 +917,9 @@ struct Group {
 
   // Gives the other group what this one has of the value tiles outside [First, First + half),
   // scaled.  `exchange`, [sender][value][thread], lies over the ring, which is idle.
-  static constexpr int kHalf = kValueTiles / 2;
-  static constexpr int kSent = kHalf * Blocks * 16 * kGroupThreads;
   template <int First>
   __device__ void Send(uint32_t exchange) {
+    constexpr int kSent = kHalf * Blocks * 16 * kGroupThreads;
     static_assert(!C::kSplitTokens || 2 * kSent <= C::kStages * C::kStageBytes + C::kScoreBytes);
     const int thread = FreshThread();
     const uint32_t to = exchange + (First == 0 ? 0 : kSent) + thread * 16;
@@ -937,6 +940,7 @@ struct Group {
   // Adds what the other group has of the value tiles [First, First + half) to this one's, scaled.
   template <int First>
   __device__ void Receive(uint32_t exchange) {
+    constexpr int kSent = kHalf * Blocks * 16 * kGroupThreads;
     const int thread = FreshThread();
     const uint32_t from = exchange + (First == 0 ? kSent : 0) + thread * 16;
 #pragma unroll
@@ -1078,11 +1082,13 @@ struct Group {
   }
 };
 
-template <typename C>
+// `DynamicBytes` is C::kSharedBytes: a parameter so that it stands in the compiler's report beside
+// the registers (scripts/kernel_resources).
+template <typename C, int DynamicBytes>
 __global__ void __launch_bounds__(kThreads, 1)
     VerifyAttention(const __grid_constant__ AttentionArguments a) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-  if constexpr (C::kSharedBytes > 101376) return;  // sm_90's layouts are launched on sm_90 only
+  if constexpr (DynamicBytes > kSmallBytes) return;  // sm_90's layouts are launched on sm_90 only
 #endif
   extern __shared__ __align__(128) uint8_t shared[];
   const uint32_t barriers = SharedAddress(shared + C::kBarriers);
@@ -1114,23 +1120,31 @@ using Tiles =
     std::conditional_t<(Groups <= 4), Config<Groups, Groups, true, SubSteps, Stages, Fp8>,
                        Config<(Groups + 1) / 2, Groups / 2, false, SubSteps, Stages, Fp8>>;
 
-// Within the 101,376 bytes of shared memory that a block of sm_120 may have.
 template <int Groups, bool Fp8>
 using Small = Tiles<Groups, 1, Fp8 ? 6 : 4, Fp8>;
 
-// Within sm_90's 232,448.
 template <int Groups, bool Fp8>
 using Large = Tiles<Groups, (Groups <= 4 ? 1 : 2), Groups <= 4 ? 10 : (Fp8 ? 6 : 4), Fp8>;
 
+static_assert(Small<8, false>::kSharedBytes <= kSmallBytes &&
+              Small<8, true>::kSharedBytes <= kSmallBytes);
+static_assert(Small<4, false>::kSharedBytes <= kSmallBytes &&
+              Small<4, true>::kSharedBytes <= kSmallBytes);
+static_assert(Large<8, false>::kSharedBytes <= kLargeBytes &&
+              Large<8, true>::kSharedBytes <= kLargeBytes);
+static_assert(Large<4, false>::kSharedBytes <= kLargeBytes &&
+              Large<4, true>::kSharedBytes <= kLargeBytes);
+
 template <typename C>
 cudaError_t PrepareOne() {
-  return cudaFuncSetAttribute(VerifyAttention<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              C::kSharedBytes);
+  return cudaFuncSetAttribute(VerifyAttention<C, C::kSharedBytes>,
+                              cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes);
 }
 
 template <typename C>
 cudaError_t LaunchOne(const AttentionArguments& a, cudaStream_t stream) {
-  return LaunchDependent(VerifyAttention<C>, a.blocks, kThreads, C::kSharedBytes, stream, a);
+  return LaunchDependent(VerifyAttention<C, C::kSharedBytes>, a.blocks, kThreads, C::kSharedBytes,
+                         stream, a);
 }
 
 template <typename C>

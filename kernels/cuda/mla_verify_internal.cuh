@@ -65,6 +65,7 @@ struct Instance {
   int narrowest_groups = 0;
 };
 
+constexpr int kMostBlocks = 511;  // that the schedule provides for, whatever the device
 constexpr int kMostNarrowing =
     4;  // tiles of a request are at most this many times what its groups need
 
