@@ -85,6 +85,15 @@ __global__ void __launch_bounds__(kThreads) Schedule(const __grid_constant__ Att
   if (thread == 0) best = 1 << 30;
   __syncthreads();
 
+  // Short contexts leave blocks idle: requests of one tile are then cut in two, where all pieces still run in one wave.
+  if (a.instance.halves && a.max_tiles == 2 && a.shape.split_tokens == 0) {
+    int pieces = 0;
+    for (int b = 0; b < a.shape.batch; ++b) pieces += 2 * ((steps[b] + shortest - 1) / shortest);
+    __syncthreads();
+    if (pieces <= a.blocks && thread < kBatch && requests[thread].groups > 1) requests[thread].tiles = 2;
+    __syncthreads();
+  }
+
   // Every thread sums over the batch by itself: 64 reads from shared memory.
   int longest = 0, all_tiles = 0, most_tiles = 0, live = 0, row_units = 0;
   bool uniform = true;

@@ -186,7 +186,7 @@ coppice_mla_status MakePlan(const coppice_mla_shape* shape, Plan* plan) {
   a.page_shift = std::countr_zero(static_cast<unsigned>(s.page_size));
   a.scale_log2 = s.softmax_scale * 1.4426950408889634f;
   a.blocks = plan->device.multiprocessors * a.instance.blocks_per_sm;
-  a.max_tiles = CeilDivide(s.nodes * GroupsPerNode(s.heads), a.instance.tile_groups);
+  a.max_tiles = a.instance.halves ? 2 : CeilDivide(s.nodes * GroupsPerNode(s.heads), a.instance.tile_groups);
   a.max_parts = s.max_splits > 0 ? s.max_splits : NsplitFromEnvironment();
   if (s.split_tokens > 0 && a.max_parts == 0) a.max_parts = kDefaultFixedParts;
 

@@ -58,6 +58,7 @@ struct Instance {
   int tile_groups;    // groups per tile
   int step_tokens;    // fragments begin at multiples of this
   int blocks_per_sm;  // the grid is the device's multiprocessors times this
+  bool halves;        // one tile holds all groups of a request, and half a tile takes much less time
 };
 
 // Everything a kernel needs; passed by value.
