@@ -27,9 +27,9 @@ struct Sum {
   }
 };
 
-// A block per `Columns` of a row of a tile.  Columns / 8 threads cover them; as many such shares as
-// the block has divide the parts, and each has `Ahead` loads under way before it knows their
-// weights.
+// A block per `Columns` of a row of the output.  Columns / 8 threads cover them; as many such
+// shares as the block has divide the parts, and each has `Ahead` loads under way before it knows
+// their weights.
 template <int Columns, int Ahead>
 __global__ void __launch_bounds__(kThreads) Combine(const __grid_constant__ AttentionArguments a) {
   constexpr int kLanes = Columns / kChunk, kShares = kThreads / kLanes;
@@ -38,18 +38,22 @@ __global__ void __launch_bounds__(kThreads) Combine(const __grid_constant__ Atte
   __shared__ float sums[kShares][Columns];
   const int rows = a.instance.tile_groups * kGroupRows;
   const int thread = threadIdx.x, warp = thread / 32;
-  const int slice = blockIdx.x % kSlices;
-  const int row = blockIdx.x / kSlices % rows;
+  const int slice = blockIdx.x % kSlices, row_of_batch = blockIdx.x / kSlices;
+  const int per_node = GroupsPerNode(a.shape.heads), all_groups = a.shape.nodes * per_node;
+  const int group = row_of_batch / kGroupRows % all_groups;
+  const int node = group / per_node;
+  const int head = group % per_node * kGroupRows + row_of_batch % kGroupRows;
   // The schedule was complete before the attention let this grid start (see
   // mla_verify_internal.cuh).
-  const Tile tile = a.workspace.tiles[blockIdx.x / kSlices / rows];
-  const int group = tile.first_group + row / kGroupRows;
-  const int per_node = GroupsPerNode(a.shape.heads);
-  const int node = group / per_node;
-  const int head = group % per_node * kGroupRows + row % kGroupRows;
-  const bool mine = tile.parts > 0 && row < tile.groups * kGroupRows && head < a.shape.heads;
+  const Tile* tiles = a.workspace.tiles +
+                      static_cast<int64_t>(row_of_batch / kGroupRows / all_groups) * a.max_tiles;
+  const int request_tiles = tiles->request_tiles, request_groups = tiles->request_groups;
+  const bool live = group < request_groups && head < a.shape.heads;
+  // The tile whose groups ⌊request_groups · t / request_tiles⌋ … hold this one.
+  const Tile tile = live ? tiles[((group + 1) * request_tiles - 1) / request_groups] : Tile{};
+  const int row = (group - tile.first_group) * kGroupRows + row_of_batch % kGroupRows;
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  if (!mine) return;
+  if (tile.parts == 0) return;
 
   const int share = thread / kLanes, lane = thread % kLanes;
   const int64_t slot = tile.slot;
@@ -132,7 +136,7 @@ __global__ void __launch_bounds__(kThreads) Combine(const __grid_constant__ Atte
 }  // namespace
 
 cudaError_t LaunchCombine(const AttentionArguments& a, cudaStream_t stream) {
-  const int rows = a.shape.batch * a.max_tiles * a.instance.tile_groups * kGroupRows;
+  const int rows = a.shape.batch * a.shape.nodes * GroupsPerNode(a.shape.heads) * kGroupRows;
   // Few rows have many parts each: more blocks a row, more threads a part.
   if (rows <= 2 * a.blocks)
     return LaunchDependent(Combine<128, 8>, rows * 4, kThreads, 0, stream, a);

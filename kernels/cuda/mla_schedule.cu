@@ -21,25 +21,35 @@ namespace coppice::mla {
 namespace {
 
 constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / 32;
 constexpr int kBatch = COPPICE_MLA_MAX_BATCH;
+static_assert(kBatch == 64, "a lane of a warp takes two requests");
 
 // What starting, ending and combining a fragment costs, in tokens; and the shortest piece worth a
 // fragment.
 constexpr int kOverheadTokens = 128;
-constexpr int kShortestTokens = 64;
+constexpr int kShortestTokens = 32;
 
 struct Request {
-  int context, nodes, groups, tiles;
-  int steps;
+  int context, nodes, groups, tiles, steps;
 };
 
-// Sum of `value` over the lower `n` ≤ 64 entries before `index`, by one warp.
-__device__ void ExclusivePrefix64(const int* values, int* prefix, int lane) {
-  int a = values[2 * lane], b = values[2 * lane + 1];
+// The row of the second way of spreading: how its stretches are cut.
+struct Cut {
+  int request, tile;  // the item in which the stretch begins
+  int item;           // its number
+  int steps;          // its steps that lie before the stretch
+  int rank;           // cuts inside the item up to here
+  int first;          // fragments before the stretch
+};
+
+// Sums before each of 64 values, and in all, by one warp.
+__device__ void Prefix(const int* values, int* prefix, int lane) {
+  const int a = values[2 * lane], b = values[2 * lane + 1];
   int sum = a + b;
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
-    int other = __shfl_up_sync(~0u, sum, d);
+    const int other = __shfl_up_sync(~0u, sum, d);
     if (lane >= d) sum += other;
   }
   prefix[2 * lane] = sum - a - b;
@@ -57,14 +67,21 @@ __device__ int Find(const int* prefix, int x) {
   return b;
 }
 
+__device__ int Sum(int a, int b) { return __reduce_add_sync(~0u, a + b); }
+__device__ int Least(int a, int b) { return __reduce_min_sync(~0u, min(a, b)); }
+__device__ int Most(int a, int b) { return __reduce_max_sync(~0u, max(a, b)); }
+
 __global__ void __launch_bounds__(kThreads) Schedule(const __grid_constant__ AttentionArguments a) {
   __shared__ Request requests[kBatch];
-  __shared__ int steps[kBatch], units[kBatch], parts[kBatch], prefix[kBatch + 1];
-  __shared__ int best, cut_scan[kThreads / 32];
-  const int thread = threadIdx.x, lane = thread % 32;
+  __shared__ int units[kBatch], parts[kBatch], prefix[kBatch + 1], item_prefix[kBatch + 1];
+  __shared__ int best, warp_sums[kWarps];
+  __shared__ Cut cuts[kThreads];
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int step = a.instance.step_tokens;
   const int overhead = max(1, kOverheadTokens / step);
   const int shortest = max(1, kShortestTokens / step);
+  const bool fixed = a.shape.split_tokens > 0;
+  const int bound = a.max_parts > 0 ? a.max_parts : 1 << 20;
   asm volatile("griddepcontrol.wait;" ::: "memory");
 
   if (thread < kBatch) {
@@ -77,46 +94,50 @@ __global__ void __launch_bounds__(kThreads) Schedule(const __grid_constant__ Att
       r.steps = r.nodes > 0 ? (r.context + r.nodes + step - 1) / step : 0;
     }
     requests[thread] = r;
-    steps[thread] = r.steps;
   }
-  for (int i = thread; i < a.shape.batch * a.max_tiles; i += kThreads) {
+  for (int i = thread; i < a.shape.batch * a.max_tiles; i += kThreads)
     a.workspace.tiles[i] = Tile{};
-  }
   if (thread == 0) best = 1 << 30;
   __syncthreads();
 
-  // Short contexts leave blocks idle: requests of one tile are then cut in two, where all pieces still run in one wave.
-  if (a.instance.halves && a.max_tiles == 2 && a.shape.split_tokens == 0) {
-    int pieces = 0;
-    for (int b = 0; b < a.shape.batch; ++b) pieces += 2 * ((steps[b] + shortest - 1) / shortest);
-    __syncthreads();
-    if (pieces <= a.blocks && thread < kBatch && requests[thread].groups > 1) requests[thread].tiles = 2;
-    __syncthreads();
-  }
-
-  // Every thread sums over the batch by itself: 64 reads from shared memory.
-  int longest = 0, all_tiles = 0, most_tiles = 0, live = 0, row_units = 0;
-  bool uniform = true;
-  for (int b = 0; b < a.shape.batch; ++b) {
-    const int t = requests[b].tiles;
-    longest = max(longest, steps[b]);
-    all_tiles += t;
-    if (t > 0) {
-      uniform = uniform && (most_tiles == 0 || t == most_tiles);
-      most_tiles = max(most_tiles, t);
-      row_units += t * (steps[b] + overhead);
-      ++live;
+  // Every warp adds up the batch for itself, a lane two requests.
+  const Request one = requests[lane], two = requests[lane + 32];
+  const int longest = Most(one.steps, two.steps);
+  int one_tiles = one.tiles, two_tiles = two.tiles;
+  if (a.instance.narrowest_groups > 0 && !fixed) {
+    // Tiles become k times as many where even the shortest parts leave that many blocks idle.
+    const int least = max(shortest, (longest + bound - 1) / bound);
+    const int finest = Sum(one_tiles * ((one.steps + least - 1) / least),
+                           two_tiles * ((two.steps + least - 1) / least));
+    const auto limit = [&](const Request& r) {
+      return r.tiles > 0 ? r.groups / (r.tiles * a.instance.narrowest_groups) : kMostNarrowing;
+    };
+    const int k =
+        finest > 0 ? min(min(kMostNarrowing, Least(limit(one), limit(two))), a.blocks / finest) : 1;
+    one_tiles *= k;
+    two_tiles *= k;
+    __syncthreads();  // all have read their requests
+    if (warp == 0) {
+      requests[lane].tiles = one_tiles;
+      requests[lane + 32].tiles = two_tiles;
     }
   }
+  const int all_tiles = Sum(one_tiles, two_tiles), most_tiles = Most(one_tiles, two_tiles);
+  const auto or_most = [&](int tiles) { return tiles > 0 ? tiles : most_tiles; };
+  const bool uniform = Least(or_most(one_tiles), or_most(two_tiles)) == most_tiles;
+  const int row_units = Sum(one_tiles * (one.steps + overhead), two_tiles * (two.steps + overhead));
+  __syncthreads();
 
-  // Writes fragment `index` (which is also its slot, where it is a part of several).
-  auto write = [&](int index, int slot, int b, int tile, int begin_step, int end_step) {
+  const auto describe = [&](int b, int tile, int* first, int* groups) {
     const Request& r = requests[b];
-    const int first = r.groups * tile / r.tiles;
+    *first = r.groups * tile / r.tiles;
+    *groups = r.groups * (tile + 1) / r.tiles - *first;
+  };
+  const auto write = [&](int index, int slot, int b, int tile, int begin_step, int end_step) {
+    const Request& r = requests[b];
     Fragment f;
     f.request = b;
-    f.first_group = first;
-    f.groups = r.groups * (tile + 1) / r.tiles - first;
+    describe(b, tile, &f.first_group, &f.groups);
     f.begin = begin_step * step;
     f.end = min(end_step * step, r.context + r.nodes);
     f.slot = slot;
@@ -124,35 +145,33 @@ __global__ void __launch_bounds__(kThreads) Schedule(const __grid_constant__ Att
     f.nodes = r.nodes;
     a.workspace.fragments[index] = f;
   };
-  auto write_tile = [&](int b, int tile, int slot, int tile_parts) {
-    const Request& r = requests[b];
-    const int first = r.groups * tile / r.tiles;
+  const auto write_tile = [&](int b, int tile, int slot, int tile_parts) {
     Tile t = {};
     t.request = b;
-    t.first_group = first;
-    t.groups = r.groups * (tile + 1) / r.tiles - first;
+    describe(b, tile, &t.first_group, &t.groups);
     t.slot = slot;
     t.parts = tile_parts > 1 ? tile_parts : 0;
+    t.request_tiles = requests[b].tiles;
+    t.request_groups = requests[b].groups;
     a.workspace.tiles[b * a.max_tiles + tile] = t;
   };
 
-  // Candidate 1: the shortest part length L (steps) that fits one wave.
-  const bool fixed = a.shape.split_tokens > 0;
-  const int bound = a.max_parts > 0 ? a.max_parts : 1 << 20;
+  // Candidate 1: the shortest part length (steps) with which all fits one wave; each warp tries one
+  // at a time.
   int part_steps = 0;
   if (!fixed && all_tiles > 0 && all_tiles <= a.blocks) {
     int low = max(min(shortest, longest), (longest + bound - 1) / bound), high = longest;
     while (low < high) {
-      const int stride = (high - low + kThreads - 1) / kThreads;
-      const int candidate = min(low + thread * stride, high);
-      const float inverse = __frcp_rn((float)candidate);
-      int sum = 0;
-      for (int b = 0; b < a.shape.batch; ++b) {
-        // steps / candidate rounded up; half a unit of slack keeps the reciprocal's error away from
-        // whole quotients.
-        sum += requests[b].tiles * (int)(((float)(steps[b] + candidate) - 0.5f) * inverse);
-      }
-      if (sum <= a.blocks) atomicMin(&best, candidate);
+      const int stride = (high - low + kWarps - 1) / kWarps;
+      const int candidate = min(low + warp * stride, high);
+      const float inverse = __frcp_rn(static_cast<float>(candidate));
+      // steps / candidate rounded up; half a unit of slack keeps the reciprocal's error away from
+      // whole quotients.
+      const auto fragments = [&](int steps, int tiles) {
+        return tiles * static_cast<int>((static_cast<float>(steps + candidate) - 0.5f) * inverse);
+      };
+      const int sum = Sum(fragments(one.steps, one_tiles), fragments(two.steps, two_tiles));
+      if (lane == 0 && sum <= a.blocks) atomicMin(&best, candidate);
       __syncthreads();
       const int fits = min(best, high);
       high = fits;
@@ -167,14 +186,13 @@ __global__ void __launch_bounds__(kThreads) Schedule(const __grid_constant__ Att
   const int teams = a.blocks / together;
   const int row = uniform && most_tiles > 0 ? row_units / most_tiles : row_units;
   const int stretch = teams > 0 ? (row + teams - 1) / teams : 0;
-  bool chain = !fixed && live > 0 && teams > 0 &&
-               (part_steps == 0 || stretch + overhead < part_steps + overhead);
+  bool chain = !fixed && all_tiles > 0 && teams > 0 && (part_steps == 0 || stretch < part_steps);
   // A request of s steps is cut into at most s / stretch + 2 pieces.
   if (chain && longest / max(stretch, 1) + 2 > bound) chain = false;
 
   if (!chain) {
     if (thread < kBatch) {
-      const int s = steps[thread];
+      const int s = requests[thread].steps;
       int n = 0;
       if (s > 0) {
         if (fixed) {
@@ -190,21 +208,16 @@ __global__ void __launch_bounds__(kThreads) Schedule(const __grid_constant__ Att
         }
       }
       parts[thread] = n;
+      item_prefix[thread] = n * requests[thread].tiles;
     }
     __syncthreads();
-    if (thread < 32) {
-      // The row of fragments: parts · tiles of each request.
-      __shared__ int counts[kBatch];
-      for (int b = lane; b < kBatch; b += 32) counts[b] = parts[b] * requests[b].tiles;
-      __syncwarp();
-      ExclusivePrefix64(counts, prefix, lane);
-    }
+    // The row of fragments: parts · tiles of each request.
+    if (warp == 0) Prefix(item_prefix, prefix, lane);
     __syncthreads();
     const int total = prefix[kBatch];
     const int each = total / a.blocks, rest = total % a.blocks;
-    for (int i = thread; i <= a.blocks; i += kThreads) {
+    for (int i = thread; i <= a.blocks; i += kThreads)
       a.workspace.fragment_begin[i] = i * each + min(i, rest);
-    }
     for (int f = thread; f < total; f += kThreads) {
       const int b = Find(prefix, f);
       const int tiles = requests[b].tiles, n = parts[b];
@@ -215,10 +228,10 @@ __global__ void __launch_bounds__(kThreads) Schedule(const __grid_constant__ Att
       int begin, end;
       if (fixed) {
         begin = part * units[b];
-        end = min(begin + units[b], steps[b]);
+        end = min(begin + units[b], requests[b].steps);
       } else {
-        begin = (int)((int64_t)steps[b] * part / n);
-        end = (int)((int64_t)steps[b] * (part + 1) / n);
+        begin = static_cast<int>(static_cast<int64_t>(requests[b].steps) * part / n);
+        end = static_cast<int>(static_cast<int64_t>(requests[b].steps) * (part + 1) / n);
       }
       write(index, n > 1 ? slot + part : -1, b, tile, begin, end);
       if (part == 0) write_tile(b, tile, slot, n);
@@ -235,89 +248,81 @@ __global__ void __launch_bounds__(kThreads) Schedule(const __grid_constant__ Att
     parts[thread] = items;
   }
   __syncthreads();
-  __shared__ int item_prefix[kBatch + 1];
-  if (thread < 32) ExclusivePrefix64(units, prefix, lane);
-  if (thread >= 32 && thread < 64) ExclusivePrefix64(parts, item_prefix, lane);
+  if (warp == 0) Prefix(units, prefix, lane);
+  if (warp == 1) Prefix(parts, item_prefix, lane);
   __syncthreads();
 
-  // Cut i of teams + 1: the item in which stretch i begins, and how many of its steps lie before.
-  struct Cut {
-    int request, tile, item, steps, rank;
-  };
   // Cuts inside an item are those that leave at least `shortest` steps on either side.
-  auto inside_first = [&](int start) {
+  const auto inside_first = [&](int start) {
     return (start + overhead + shortest + stretch - 1) / stretch;
   };
-  auto inside_last = [&](int start, int s) {
+  const auto inside_last = [&](int start, int s) {
     return s < 2 * shortest ? -1 : (start + overhead + s - shortest) / stretch;
   };
-  auto make_cut = [&](int i) {
-    Cut c = {};
-    const int x = i * stretch;
+  Cut cut = {};
+  if (thread <= teams) {
+    const int x = thread * stretch;
     if (x >= row) {
-      c.request = kBatch;
-      c.item = item_prefix[kBatch];
-      return c;
+      cut.request = kBatch;
+      cut.item = item_prefix[kBatch];
+    } else {
+      cut.request = Find(prefix, x);
+      const int s = requests[cut.request].steps, length = s + overhead;
+      cut.tile = (x - prefix[cut.request]) / length;
+      cut.item = item_prefix[cut.request] + cut.tile;
+      const int start = prefix[cut.request] + cut.tile * length;
+      const int done = x - start - overhead;
+      if (done >= shortest && s - done >= shortest) {
+        cut.steps = done;
+        cut.rank = thread - inside_first(start) + 1;
+      } else if (s - done < shortest && done > 0) {
+        ++cut.item;  // too near the end: the stretch begins with the next item
+        ++cut.tile;
+      }
     }
-    c.request = Find(prefix, x);
-    const int length = steps[c.request] + overhead;
-    c.tile = (x - prefix[c.request]) / length;
-    c.item = item_prefix[c.request] + c.tile;
-    const int start = prefix[c.request] + c.tile * length;
-    const int done = x - start - overhead;
-    if (done >= shortest && steps[c.request] - done >= shortest) {
-      c.steps = done;
-      c.rank = i - inside_first(start) + 1;
-    } else if (steps[c.request] - done < shortest && done > 0) {
-      ++c.item;  // too near the end: the stretch begins with the next item
-      ++c.tile;
-    }
-    return c;
-  };
-  const bool mine = thread <= teams;
-  Cut cut = mine ? make_cut(thread) : Cut{};
-  // Fragments before cut i: the items before, and one more for each cut inside an item up to here.
-  int inside = mine && cut.steps > 0;
-  int scan = inside;
+  }
+  // Fragments before a cut: the items before, and one more for each cut inside an item up to here.
+  int scan = cut.steps > 0;
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
-    int other = __shfl_up_sync(~0u, scan, d);
+    const int other = __shfl_up_sync(~0u, scan, d);
     if (lane >= d) scan += other;
   }
-  if (lane == 31) cut_scan[thread / 32] = scan;
+  if (lane == 31) warp_sums[warp] = scan;
   __syncthreads();
-  for (int w = 0; w < thread / 32; ++w) scan += cut_scan[w];
-  const int first = cut.item + scan;
-  if (mine && thread == teams) {
-    for (int i = teams * together; i <= a.blocks; ++i) {
-      a.workspace.fragment_begin[i] = first * together;
+  for (int w = 0; w < warp; ++w) scan += warp_sums[w];
+  cut.first = cut.item + scan;
+  if (thread <= teams) cuts[thread] = cut;
+  __syncthreads();
+
+  for (int block = thread; block <= a.blocks; block += kThreads) {
+    const int team = block / together, t = block % together;
+    if (team >= teams) {
+      a.workspace.fragment_begin[block] = cuts[teams].first * together;
+      continue;
     }
-  }
-  if (thread >= teams) return;
-  const Cut next = make_cut(thread + 1);
-  const int count = next.item - cut.item + (next.steps > 0);
-  for (int t = 0; t < together; ++t) {
-    a.workspace.fragment_begin[thread * together + t] = first * together + t * count;
-  }
-  int b = cut.request, tile = cut.tile;
-  for (int k = 0; k < count; ++k) {
-    while (b < kBatch && tile >= parts[b]) {
-      ++b;
-      tile = 0;
-    }
-    const int s = steps[b];
-    const int begin = k == 0 ? cut.steps : 0;
-    const int end = k == count - 1 && next.steps > 0 ? next.steps : s;
-    const int start = prefix[b] + tile * (s + overhead);
-    const int n = 1 + max(0, inside_last(start, s) - inside_first(start) + 1);
-    const int rank = k == 0 ? cut.rank : 0;
-    const int slot = (first + k - rank) * together;
-    for (int t = 0; t < together; ++t) {
+    const Cut from = cuts[team], to = cuts[team + 1];
+    const int count = to.item - from.item + (to.steps > 0);
+    const int index = from.first * together + t * count;
+    a.workspace.fragment_begin[block] = index;
+    int b = from.request, tile = from.tile;
+    for (int k = 0; k < count; ++k) {
+      while (b < kBatch && tile >= parts[b]) {
+        ++b;
+        tile = 0;
+      }
+      const int s = requests[b].steps;
+      const int begin = k == 0 ? from.steps : 0;
+      const int end = k == count - 1 && to.steps > 0 ? to.steps : s;
+      const int start = prefix[b] + tile * (s + overhead);
+      const int n = 1 + max(0, inside_last(start, s) - inside_first(start) + 1);
+      const int rank = k == 0 ? from.rank : 0;
+      const int slot = (from.first + k - rank) * together + t * n;
       const int of = together > 1 ? t : tile;
-      write(first * together + t * count + k, n > 1 ? slot + t * n + rank : -1, b, of, begin, end);
-      if (begin == 0) write_tile(b, of, slot + t * n, n);
+      write(index + k, n > 1 ? slot + rank : -1, b, of, begin, end);
+      if (begin == 0) write_tile(b, of, slot, n);
+      ++tile;
     }
-    ++tile;
   }
 }
 

@@ -185,17 +185,20 @@ coppice_mla_status MakePlan(const coppice_mla_shape* shape, Plan* plan) {
 #endif
   a.page_shift = std::countr_zero(static_cast<unsigned>(s.page_size));
   a.scale_log2 = s.softmax_scale * 1.4426950408889634f;
-  a.blocks = plan->device.multiprocessors * a.instance.blocks_per_sm;
-  a.max_tiles = a.instance.halves ? 2 : CeilDivide(s.nodes * GroupsPerNode(s.heads), a.instance.tile_groups);
+  a.blocks = std::min(plan->device.multiprocessors * a.instance.blocks_per_sm, kMostBlocks);
+  const int groups = s.nodes * GroupsPerNode(s.heads);
+  const int tiles = CeilDivide(groups, a.instance.tile_groups);
+  a.max_tiles = a.instance.narrowest_groups > 0 ? std::min(groups, tiles * kMostNarrowing) : tiles;
   a.max_parts = s.max_splits > 0 ? s.max_splits : NsplitFromEnvironment();
   if (s.split_tokens > 0 && a.max_parts == 0) a.max_parts = kDefaultFixedParts;
 
-  const size_t items = static_cast<size_t>(s.batch) * a.max_tiles;
+  const size_t items = static_cast<size_t>(s.batch) * tiles;
   const size_t fixed_parts =
       s.split_tokens > 0
           ? std::min(a.max_parts, CeilDivide(COPPICE_MLA_MAX_CONTEXT, s.split_tokens))
           : 0;
-  // Every cut adds a fragment to the whole tiles: one cut per block, or the fixed ones.
+  // Every cut adds a fragment to the whole tiles: one cut per block, or the fixed ones.  Narrowed
+  // tiles fit one wave.
   const size_t slots = std::max(a.blocks + items, items * fixed_parts);
   const size_t rows = static_cast<size_t>(a.instance.tile_groups) * kGroupRows;
   const auto take = [plan](size_t bytes) {
@@ -205,7 +208,7 @@ coppice_mla_status MakePlan(const coppice_mla_shape* shape, Plan* plan) {
   };
   plan->fragment_begin = take((a.blocks + 1) * sizeof(int32_t));
   plan->fragments = take(slots * sizeof(Fragment));
-  plan->tiles = take(items * sizeof(Tile));
+  plan->tiles = take(static_cast<size_t>(s.batch) * a.max_tiles * sizeof(Tile));
   plan->partial_lse = take(slots * rows * sizeof(float));
   plan->partial_output = take(slots * rows * COPPICE_MLA_LATENT * sizeof(__half));
   return COPPICE_MLA_OK;

@@ -23,20 +23,18 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kGroupThreads = 128;
-constexpr int kWarps = 4;                                      // of a group
+constexpr int kSmallBytes = 101376,
+              kLargeBytes = 232448;  // of shared memory that a block may have: sm_120, sm_90
+constexpr int kWarps = 4;            // of a group
 constexpr int kValueTiles = COPPICE_MLA_LATENT / 16 / kWarps;  // 16-column tiles of a warp
+constexpr int kHalf = kValueTiles / 2;
 constexpr int kLatent = COPPICE_MLA_LATENT;
 constexpr int kScaleByte = 512, kRopeByte = 528;  // in a row of COPPICE_MLA_FP8
 constexpr float kLn2 = 0.693147180559945f;
-// A row's reference is a whole number (log2 units) that scores may exceed by this much before all
-// is rescaled: products stay far from overflow, rescaling is rare, and exact because it is by a
-// power of two.
-constexpr float kHeadroom = 8.f;
-constexpr float kMostWeight = 256.f;  // 2^kHeadroom
 // Weights of an e4m3 row carry its scale and this, which keeps them clear of fp16's subnormal
 // numbers.
 constexpr float kLift = 64.f;
-constexpr float kNoReference = -1e30f;  // below any score: whatever is seen first exceeds it
+constexpr float kNoPeak = -1e30f;  // of a row that saw nothing: below any score
 
 // ---- instructions
 
@@ -135,9 +133,6 @@ __device__ __forceinline__ void GroupBarrier(int group) {
   asm volatile("barrier.cta.sync %0, %1;" ::"r"(group + 1), "n"(kGroupThreads) : "memory");
 }
 
-// Barrier of the block, for code that the groups reach by different ways.
-__device__ __forceinline__ void BlockBarrier() { asm volatile("barrier.cta.sync 0;" ::: "memory"); }
-
 __device__ __forceinline__ bool GroupBarrierAny(int group, bool mine) {
   uint32_t any;
   asm volatile(
@@ -220,16 +215,20 @@ struct Config {
   static constexpr int kStepTokens = kTokens * (SplitTokens_ ? 2 : 1);
 };
 
-// Softmax of a group: a thread takes kVector adjacent rows of two adjacent tokens.
-template <int Blocks, int Tokens>
+// Softmax of a group: each warp has one block of 8 rows, a thread of it kVector adjacent rows of
+// two tokens.  Pair p of tokens is (8·(p / 4) + p % 4, that + 4): threads that read scores together
+// meet different banks, and of the tokens' order in the weights only the places within 8 change.
+template <int Tokens>
 struct SoftmaxLayout {
-  static constexpr int kNeeded = CeilDivide(Blocks * Tokens, 32);
-  static constexpr int kVector = kNeeded <= 1 ? 1 : kNeeded <= 2 ? 2 : 4;
-  static constexpr int kVectors = Blocks * 8 / kVector;  // of a token's column
-  static constexpr int kPairs = Tokens / 2;
-  static constexpr int kActive = kVectors * kPairs;
-  static_assert(kActive <= kGroupThreads);
+  static constexpr int kVector = Tokens / 8;
+  static constexpr int kVectors = 8 / kVector;  // of a token's 8 rows
+  static_assert(32 / kVectors == Tokens / 2);
+  __device__ static int Row(int thread) { return thread / 32 * 8 + thread % kVectors * kVector; }
+  __device__ static int Pair(int thread) { return thread % 32 / kVectors; }
+  __device__ static int Token(int thread) { return Pair(thread) / 4 * 8 + Pair(thread) % 4; }
 };
+// The token at place `place` of 8 in the weights.
+__device__ __forceinline__ int TokenAt(int place) { return place / 2 + place % 2 * 4; }
 
 // Byte offset of `row`'s 16-byte chunk (8 tokens) in the weights, bf16 [row][token].  The exclusive
 // or keeps both the eight rows of an ldmatrix and the stores of the softmax in different banks.
@@ -256,6 +255,21 @@ __device__ __forceinline__ void LoadShared(float (&v)[N], uint32_t address) {
                  : "memory");
   } else {
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v[0]) : "r"(address) : "memory");
+  }
+}
+
+__device__ __forceinline__ void StoreShared2(uint32_t address, float low, float high) {
+  asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(low), "f"(high) : "memory");
+}
+
+template <int N>
+__device__ __forceinline__ void StoreVector(uint32_t address, const float (&v)[N]) {
+  if constexpr (N == 4) {
+    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(v[0]), "f"(v[1]),
+                 "f"(v[2]), "f"(v[3])
+                 : "memory");
+  } else {
+    StoreShared2(address, v[0], v[1]);
   }
 }
 
@@ -294,10 +308,6 @@ __device__ __forceinline__ void StoreShared(uint32_t address, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
-__device__ __forceinline__ void StoreShared2(uint32_t address, float low, float high) {
-  asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(low), "f"(high) : "memory");
-}
-
 // Hides how `value` was computed, so that the compiler keeps it in a register instead of computing
 // it again and again.
 __device__ __forceinline__ void Keep(uint32_t& value) { asm("" : "+r"(value)); }
@@ -321,7 +331,7 @@ __device__ __forceinline__ int Plain(int value) {
 // What one group does for a block's fragments.
 template <typename C, int Blocks>
 struct Group {
-  using Softmax = SoftmaxLayout<Blocks, C::kTokens>;
+  using Softmax = SoftmaxLayout<C::kTokens>;
   static constexpr int kVector = Softmax::kVector;
   static constexpr float kUnlift = C::kFp8 ? 1.f / kLift : 1.f;
   static constexpr int kKeySteps =
@@ -334,7 +344,7 @@ struct Group {
   __device__ uint32_t Weights() const { return scores + C::kScoreBytes; }
   // Rescaling; later sums, then their inverses.
   __device__ uint32_t RowFactor() const { return Weights() + C::kWeightBytes; }
-  // References.
+  // Peaks.
   __device__ uint32_t RowBase() const { return RowFactor() + 32 * 4; }
   // The fragment in hand, and the list's place.
   static constexpr int kWork = C::kScoreBytes + C::kWeightBytes + 2 * 32 * 4;
@@ -366,14 +376,15 @@ struct Group {
       rope_keys = ring + lane % 16 * C::kPitch + lane / 16 * 16 + kRopeByte + warp * 32;
       scale_of = ring + lane / 4 * C::kPitch + kScaleByte;
     }
-    values = C::kFp8 ? ring + (lane / 8 % 2 * 8 + lane % 8) * C::kPitch + lane / 16 * 16 +
+    values = C::kFp8 ? ring + (lane / 8 % 2 * 8 + TokenAt(lane % 8)) * C::kPitch + lane / 16 * 16 +
                            warp * kValueTiles * 16
-                     : ring + (lane / 16 * 8 + lane % 8) * C::kPitch + lane / 8 % 2 * 16 +
+                     : ring + (lane / 16 * 8 + TokenAt(lane % 8)) * C::kPitch + lane / 8 % 2 * 16 +
                            warp * kValueTiles * 32;
     scores_out = scores + ((warp * C::kTokens + lane / 4) * C::kScorePitch + lane % 4 * 2) * 4;
-    scores_in = scores + (PairToken(self) * C::kScorePitch + VectorRow(self)) * 4;
-    weights_out = Weights() + WeightOffset<C::kTokens>(VectorRow(self), PairToken(self) / 8) +
-                  PairToken(self) % 8 * 2;
+    scores_in = scores + (Softmax::Token(self) * C::kScorePitch + Softmax::Row(self)) * 4;
+    weights_out = Weights() +
+                  WeightOffset<C::kTokens>(Softmax::Row(self), Softmax::Pair(self) / 4) +
+                  Softmax::Pair(self) % 4 * 4;
     weights_in =
         Weights() + (C::kSubSteps == 2 ? WeightOffset<32>(lane % 8, lane / 8)
                                        : WeightOffset<16>(lane / 16 * 8 + lane % 8, lane / 8 % 2));
@@ -405,13 +416,15 @@ struct Group {
   __device__ void LoadQueries() {
     const int thread = FreshThread(), warp = thread / 32, lane = thread % 32;
     const Fragment f = InHand();
+    const uint32_t own = Plain(scores);
+    const int first_block = Plain(FirstBlock());
     constexpr int kChunks = COPPICE_MLA_ROW * 2 / 16,
                   kRounds = CeilDivide(8 * kChunks, kGroupThreads);
     const int per_node = GroupsPerNode(a.shape.heads);
     uint4 rows[Blocks][kRounds];
 #pragma unroll
     for (int n = 0; n < Blocks; ++n) {
-      const int block = FirstBlock() + n;
+      const int block = first_block + n;
       const int g = f.first_group + block;
       const int node = g / per_node, head = g % per_node * kGroupRows;
       const int live = block < f.groups ? min(a.shape.heads - head, kGroupRows) * kChunks : 0;
@@ -424,7 +437,7 @@ struct Group {
         rows[n][i] = chunk < live ? __ldg(from + chunk) : uint4{};
       }
     }
-    const uint32_t mine = scores + Plain(lane % 8) * C::kQueryPitch + warp * kKeySteps * 32;
+    const uint32_t mine = own + Plain(lane % 8) * C::kQueryPitch + warp * kKeySteps * 32;
 #pragma unroll
     for (int n = 0; n < Blocks; ++n) {
       if (n > 0) GroupBarrier(group);
@@ -432,17 +445,16 @@ struct Group {
       for (int i = 0; i < kRounds; ++i) {
         const int chunk = i * kGroupThreads + thread;
         if (chunk < 8 * kChunks) {
-          StoreQuad(scores + chunk / kChunks * C::kQueryPitch + chunk % kChunks * 16, rows[n][i]);
+          StoreQuad(own + chunk / kChunks * C::kQueryPitch + chunk % kChunks * 16, rows[n][i]);
         }
       }
       GroupBarrier(group);
       if constexpr (C::kFp8) {
         // Key bytes come four adjacent ones a thread, so the dimensions of a step are dealt out
         // four by four.
-        const uint32_t latent =
-            scores + Plain(lane / 4) * C::kQueryPitch + warp * 256 + lane % 4 * 8;
+        const uint32_t latent = own + Plain(lane / 4) * C::kQueryPitch + warp * 256 + lane % 4 * 8;
         const uint32_t rope =
-            scores + Plain(lane / 4) * C::kQueryPitch + (kLatent + warp * 16) * 2 + lane % 4 * 4;
+            own + Plain(lane / 4) * C::kQueryPitch + (kLatent + warp * 16) * 2 + lane % 4 * 4;
 #pragma unroll
         for (int k = 0; k < kKeySteps - 1; ++k) {
 #pragma unroll
@@ -612,12 +624,6 @@ struct Group {
     }
   }
 
-  __device__ static int VectorRow(int self) { return self % Softmax::kVectors * kVector; }
-  __device__ static int PairToken(int self) { return self / Softmax::kVectors * 2; }
-  __device__ static bool InSoftmax() {
-    return Softmax::kActive == kGroupThreads || FreshThread() < Softmax::kActive;
-  }
-
   // Scores of this thread's rows and two tokens, not yet scaled.
   __device__ void ReadScores(float (&x)[2][kVector]) const {
 #pragma unroll
@@ -625,7 +631,7 @@ struct Group {
       float part[kWarps][kVector];
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) {
-        LoadShared(part[w], scores_in + (t + w * C::kTokens) * C::kScorePitch * 4);
+        LoadShared(part[w], scores_in + (t * 4 + w * C::kTokens) * C::kScorePitch * 4);
       }
 #pragma unroll
       for (int r = 0; r < kVector; ++r)
@@ -633,25 +639,20 @@ struct Group {
     }
   }
 
-  __device__ void ReadReferences(float (&reference)[kVector]) const {
-    const int self = FreshThread();
-    LoadShared(reference, RowBase() + VectorRow(self) * 4);
-  }
-
   // −inf where not visible.
   __device__ void Mask(int step, float (&x)[2][kVector]) const {
     const int self = FreshThread();
-    const int block = FirstBlock() + VectorRow(self) / 8;
+    const int block = FirstBlock() + Softmax::Row(self) / 8;
     if (block >= COPPICE_IN_HAND(groups)) return;  // rows that nobody writes
     const int node = (COPPICE_IN_HAND(first_group) + block) / GroupsPerNode(a.shape.heads);
     const uint64_t word =
         a.tensors
             .ancestor_words[static_cast<int64_t>(COPPICE_IN_HAND(request)) * a.shape.nodes + node];
-    const int first =
-        COPPICE_IN_HAND(begin) + step * C::kTokens + PairToken(self) - COPPICE_IN_HAND(context);
+    const int first = COPPICE_IN_HAND(begin) + step * C::kTokens + Softmax::Token(self) -
+                      COPPICE_IN_HAND(context);
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
-      const int j = first + t;
+      const int j = first + t * 4;
       const bool visible = j < 0 || (j < COPPICE_IN_HAND(nodes) && (word >> j & 1) != 0);
 #pragma unroll
       for (int r = 0; r < kVector; ++r) x[t][r] = visible ? x[t][r] : -INFINITY;
@@ -659,81 +660,77 @@ struct Group {
   }
 
   __device__ void WriteWeights(const float (&p)[2][kVector]) const {
-    float scale[2];
+    float scale[2] = {1.f, 1.f};
     if constexpr (C::kFp8) {
-      const uint32_t row =
-          ring + stage * C::kStageBytes + Plain(PairToken(FreshThread())) * C::kPitch + kScaleByte;
+      const uint32_t row = ring + stage * C::kStageBytes +
+                           Plain(Softmax::Token(FreshThread())) * C::kPitch + kScaleByte;
       scale[0] = LoadFloat(row) * kLift;
-      scale[1] = LoadFloat(row + C::kPitch) * kLift;
+      scale[1] = LoadFloat(row + 4 * C::kPitch) * kLift;
     }
 #pragma unroll
     for (int r = 0; r < kVector; ++r) {
-      // WeightOffset of row VectorRow(self) + r, told from that of VectorRow(self), which is a
-      // multiple of kVector.
-      StoreShared(WeightRow(r), C::kFp8 ? PackFiniteHalf(p[0][r] * scale[0], p[1][r] * scale[1])
-                                        : PackBf16(p[0][r], p[1][r]));
+      // WeightOffset of the thread's row r, told from that of its first, which is a multiple of
+      // kVector.
+      const uint32_t at = C::kTokens == 32
+                              ? (weights_out ^ static_cast<uint32_t>(r / 2 << 4)) + r * 64
+                              : weights_out + r * 32;
+      StoreShared(at, C::kFp8 ? PackFiniteHalf(p[0][r] * scale[0], p[1][r] * scale[1])
+                              : PackBf16(p[0][r], p[1][r]));
     }
-  }
-  __device__ uint32_t WeightRow(int r) const {
-    return C::kTokens == 32 ? (weights_out ^ static_cast<uint32_t>(r / 2 << 4)) + r * 64
-                            : weights_out + r * 32;
   }
 
-  // Some row outgrew its reference: every such row takes its peak, rounded up, as the new one.
-  __device__ void Rescale(int step, bool masked, float (&p)[2][kVector]) {
-    float x[2][kVector];
-    // Until the weights are written again their place holds each row's peak in each `kParts` of the
-    // pairs: those of a warp, or of a row's turn in it.
-    constexpr int kRows = Blocks * 8;
-    constexpr bool kShuffled = 32 % Softmax::kVectors == 0;
-    constexpr int kParts = kShuffled ? Softmax::kPairs * Softmax::kVectors / 32 : Softmax::kPairs;
+  // Weights 2^(score − peak) against each row's running peak, which is exact: whoever carries most
+  // has weight 1, which bf16 does not round.
+  __device__ void Weigh(int step) {
     const int self = FreshThread();
-    const uint32_t peaks = Weights() + VectorRow(self) * 4;  // [kParts][kRows]
-    float reference[kVector];
-    if (InSoftmax()) {
-      ReadReferences(reference);
+    bool risen = false;
+    if (self < Blocks * 32) {
+      const bool masked =
+          COPPICE_IN_HAND(begin) + (step + 1) * C::kTokens > COPPICE_IN_HAND(context);
+      const uint32_t row = Softmax::Row(self) * 4;
+      float x[2][kVector], p[2][kVector], peak[kVector], factor[kVector];
+      LoadShared(peak, RowBase() + row);
       ReadScores(x);
       if (masked) Mask(step, x);
-      float peak[kVector];
-#pragma unroll
-      for (int r = 0; r < kVector; ++r) peak[r] = fmaxf(x[0][r], x[1][r]) * a.scale_log2;
-      if constexpr (kShuffled) {
-#pragma unroll
-        for (int d = Softmax::kVectors; d < 32; d *= 2) {
-#pragma unroll
-          for (int r = 0; r < kVector; ++r)
-            peak[r] = fmaxf(peak[r], __shfl_xor_sync(~0u, peak[r], d));
-        }
-      }
-      const int part = kShuffled ? self / 32 : PairToken(self) / 2;
-#pragma unroll
-      for (int r = 0; r < kVector; ++r) StoreFloat(peaks + (part * kRows + r) * 4, peak[r]);
-    }
-    GroupBarrier(group);
-    if (InSoftmax()) {
+      float most = 0.f;
 #pragma unroll
       for (int r = 0; r < kVector; ++r) {
-        float peak = -INFINITY;
-#pragma unroll
-        for (int i = 0; i < kParts; ++i) peak = fmaxf(peak, LoadFloat(peaks + (i * kRows + r) * 4));
-        const float next = peak > reference[r] + kHeadroom ? ceilf(peak) : reference[r];
-        const float factor = Exp2(reference[r] - next);
-        if (PairToken(self) == 0) {
-          StoreFloat(RowFactor() + (VectorRow(self) + r) * 4, factor);
-          StoreFloat(RowBase() + (VectorRow(self) + r) * 4, next);
-        }
-        sum[r] *= factor;
-        p[0][r] = Exp2(fmaf(x[0][r], a.scale_log2, -next));
-        p[1][r] = Exp2(fmaf(x[1][r], a.scale_log2, -next));
+        p[0][r] = Exp2(fmaf(x[0][r], a.scale_log2, -peak[r]));
+        p[1][r] = Exp2(fmaf(x[1][r], a.scale_log2, -peak[r]));
+        most = fmaxf(most, fmaxf(p[0][r], p[1][r]));
+        factor[r] = 1.f;
       }
+      risen = __any_sync(~0u, most > 1.f);
+      if (risen) {
+#pragma unroll
+        for (int r = 0; r < kVector; ++r) {
+          float next = fmaxf(x[0][r], x[1][r]) * a.scale_log2;
+#pragma unroll
+          for (int d = Softmax::kVectors; d < 32; d *= 2)
+            next = fmaxf(next, __shfl_xor_sync(~0u, next, d));
+          next = fmaxf(next, peak[r]);
+          factor[r] = Exp2(peak[r] - next);
+          sum[r] *= factor[r];
+          peak[r] = next;
+          p[0][r] = Exp2(fmaf(x[0][r], a.scale_log2, -next));
+          p[1][r] = Exp2(fmaf(x[1][r], a.scale_log2, -next));
+        }
+      }
+      __syncwarp();
+      if (self % 32 < Softmax::kVectors) {
+        if (risen) StoreVector(RowBase() + row, peak);
+        StoreVector(RowFactor() + row, factor);
+      }
+      WriteWeights(p);
+#pragma unroll
+      for (int r = 0; r < kVector; ++r) sum[r] += p[0][r] + p[1][r];
     }
-    GroupBarrier(group);
-    if (InSoftmax()) WriteWeights(p);
-    GroupBarrier(group);
+    if (!GroupBarrierAny(group, risen)) return;
 #pragma unroll
     for (int n = 0; n < Blocks; ++n) {
       float factor[2];
       LoadShared(factor, RowFactor() + (n * 8 + self % 4 * 2) * 4);
+      if (!__any_sync(~0u, factor[0] != 1.f || factor[1] != 1.f)) continue;
 #pragma unroll
       for (int i = 0; i < kValueTiles; ++i) {
         output[i][n][0] *= factor[0];
@@ -741,34 +738,6 @@ struct Group {
         output[i][n][2] *= factor[0];
         output[i][n][3] *= factor[1];
       }
-    }
-  }
-
-  __device__ void Weigh(int step) {
-    // Whether the step has a position that not everybody sees.
-    const bool masked = COPPICE_IN_HAND(begin) + (step + 1) * C::kTokens > COPPICE_IN_HAND(context);
-    float p[2][kVector];
-    bool outgrown = false;
-    if (InSoftmax()) {
-      float reference[kVector];
-      ReadReferences(reference);
-      ReadScores(p);
-      if (masked) Mask(step, p);
-      float most = 0.f;
-#pragma unroll
-      for (int r = 0; r < kVector; ++r) {
-        p[0][r] = Exp2(fmaf(p[0][r], a.scale_log2, -reference[r]));
-        p[1][r] = Exp2(fmaf(p[1][r], a.scale_log2, -reference[r]));
-        most = fmaxf(most, p[0][r] + p[1][r]);
-      }
-      outgrown =
-          most > kMostWeight;  // certain where a score exceeds its reference by more than kHeadroom
-      WriteWeights(p);
-    }
-    if (GroupBarrierAny(group, outgrown)) Rescale(step, masked, p);
-    if (InSoftmax()) {
-#pragma unroll
-      for (int r = 0; r < kVector; ++r) sum[r] += p[0][r] + p[1][r];
     }
   }
 
@@ -837,25 +806,17 @@ struct Group {
 
   // ---- a fragment's end
 
-  // Leaves each row's sum in row_factor.
+  // Leaves each row's sum in RowFactor.
   __device__ void ReduceSums() {
-    const int thread = FreshThread();
-    constexpr int kRows = Blocks * 8;
-    GroupBarrier(group);  // the last step's weights have been read
-    const int self = thread;
-    const uint32_t sums = Weights();
-    if (InSoftmax()) {
+    const int self = FreshThread();
+    GroupBarrier(group);  // the last factors have been read
+    if (self >= Blocks * 32) return;
 #pragma unroll
-      for (int r = 0; r < kVector; ++r) {
-        StoreFloat(sums + (PairToken(self) / 2 * kRows + VectorRow(self) + r) * 4, sum[r]);
-      }
+    for (int r = 0; r < kVector; ++r) {
+#pragma unroll
+      for (int d = Softmax::kVectors; d < 32; d *= 2) sum[r] += __shfl_xor_sync(~0u, sum[r], d);
     }
-    GroupBarrier(group);
-    if (thread < kRows) {
-      float total = 0.f;
-      for (int i = 0; i < Softmax::kPairs; ++i) total += LoadFloat(sums + (i * kRows + thread) * 4);
-      StoreFloat(RowFactor() + thread * 4, total);
-    }
+    if (self % 32 < Softmax::kVectors) StoreVector(RowFactor() + Softmax::Row(self) * 4, sum);
   }
 
   // Scales value tiles [First, Last) by row_factor and writes them: each warp its own columns, a
@@ -954,30 +915,34 @@ struct Group {
     Write<0, kValueTiles>(f);
   }
 
-  // Gives the other group what it has of the value tiles outside [First, First + half), scaled, and
-  // adds what that one has of those inside.  `exchange`, [sender][value][thread], lies over the
-  // ring, which is idle.
+  // Gives the other group what this one has of the value tiles outside [First, First + half),
+  // scaled.  `exchange`, [sender][value][thread], lies over the ring, which is idle.
   template <int First>
-  __device__ void Exchange(uint32_t exchange) {
-    constexpr int kHalf = kValueTiles / 2, kOther = kHalf - First;
+  __device__ void Send(uint32_t exchange) {
     constexpr int kSent = kHalf * Blocks * 16 * kGroupThreads;
-    static_assert(2 * kSent <= C::kStages * C::kStageBytes + C::kScoreBytes);
+    static_assert(!C::kSplitTokens || 2 * kSent <= C::kStages * C::kStageBytes + C::kScoreBytes);
     const int thread = FreshThread();
-    const uint32_t send = exchange + (First == 0 ? 0 : kSent) + thread * 16;
-    const uint32_t receive = exchange + (First == 0 ? kSent : 0) + thread * 16;
+    const uint32_t to = exchange + (First == 0 ? 0 : kSent) + thread * 16;
 #pragma unroll
     for (int n = 0; n < Blocks; ++n) {
       float scale[2];
       LoadShared(scale, RowFactor() + (n * 8 + thread % 4 * 2) * 4);
 #pragma unroll
       for (int i = 0; i < kHalf; ++i) {
-        float(&v)[4] = output[kOther + i][n];
-        StoreQuad(send + (i * Blocks + n) * 16 * kGroupThreads,
+        float(&v)[4] = output[kHalf - First + i][n];
+        StoreQuad(to + (i * Blocks + n) * 16 * kGroupThreads,
                   make_uint4(__float_as_uint(v[0] * scale[0]), __float_as_uint(v[1] * scale[1]),
                              __float_as_uint(v[2] * scale[0]), __float_as_uint(v[3] * scale[1])));
       }
     }
-    BlockBarrier();
+  }
+
+  // Adds what the other group has of the value tiles [First, First + half) to this one's, scaled.
+  template <int First>
+  __device__ void Receive(uint32_t exchange) {
+    constexpr int kSent = kHalf * Blocks * 16 * kGroupThreads;
+    const int thread = FreshThread();
+    const uint32_t from = exchange + (First == 0 ? kSent : 0) + thread * 16;
 #pragma unroll
     for (int n = 0; n < Blocks; ++n) {
       float scale[2];
@@ -985,24 +950,20 @@ struct Group {
 #pragma unroll
       for (int i = 0; i < kHalf; ++i) {
         float(&v)[4] = output[First + i][n];
-        const uint4 other = LoadQuad(receive + (i * Blocks + n) * 16 * kGroupThreads);
+        const uint4 other = LoadQuad(from + (i * Blocks + n) * 16 * kGroupThreads);
         v[0] = fmaf(v[0], scale[0], __uint_as_float(other.x));
         v[1] = fmaf(v[1], scale[1], __uint_as_float(other.y));
         v[2] = fmaf(v[2], scale[0], __uint_as_float(other.z));
         v[3] = fmaf(v[3], scale[1], __uint_as_float(other.w));
       }
     }
-    BlockBarrier();  // before the ring and row_factor serve something else
-    if (thread < 32) StoreFloat(RowFactor() + thread * 4, 1.f);
-    GroupBarrier(group);
   }
 
   // The groups add up: group 0 keeps each warp's lower value tiles, group 1 the upper ones.
   __device__ void FinishTogether(const Fragment& f, uint32_t exchange) {
     const int thread = FreshThread();
-    constexpr int kHalf = kValueTiles / 2;
     const uint32_t other = group == 0 ? C::kGroupBytes : -C::kGroupBytes;
-    BlockBarrier();
+    __syncthreads();
     float mine = 0.f, inverse = 0.f;
     if (thread < Blocks * 8) {
       const float base = LoadFloat(RowBase() + thread * 4);
@@ -1014,14 +975,26 @@ struct Group {
       if (group == 0) WriteLse(f, thread, total, top);
       inverse = total > 0.f ? kUnlift / total : 0.f;
     }
-    BlockBarrier();
+    __syncthreads();
     if (thread < Blocks * 8) StoreFloat(RowFactor() + thread * 4, mine * inverse);
     GroupBarrier(group);
     if (group == 0) {
-      Exchange<0>(exchange);
+      Send<0>(exchange);
+    } else {
+      Send<kHalf>(exchange);
+    }
+    __syncthreads();
+    if (group == 0) {
+      Receive<0>(exchange);
+    } else {
+      Receive<kHalf>(exchange);
+    }
+    __syncthreads();  // before the ring and RowFactor serve something else
+    if (thread < 32) StoreFloat(RowFactor() + thread * 4, 1.f);
+    GroupBarrier(group);
+    if (group == 0) {
       Write<0, kHalf>(f);
     } else {
-      Exchange<kHalf>(exchange);
       Write<kHalf, kValueTiles>(f);
     }
   }
@@ -1073,7 +1046,7 @@ struct Group {
 #pragma unroll
       for (int r = 0; r < kVector; ++r) sum[r] = 0.f;
       const int row = FreshThread();
-      if (row < 32) StoreFloat(RowBase() + row * 4, kNoReference);
+      if (row < 32) StoreFloat(Plain(scores) + kWork - 128 + row * 4, kNoPeak);
 
 #pragma unroll 1
       for (int k = 0; k < steps; ++k) {
@@ -1109,11 +1082,13 @@ struct Group {
   }
 };
 
-template <typename C>
+// `DynamicBytes` is C::kSharedBytes: a parameter so that it stands in the compiler's report beside
+// the registers (scripts/kernel_resources).
+template <typename C, int DynamicBytes>
 __global__ void __launch_bounds__(kThreads, 1)
     VerifyAttention(const __grid_constant__ AttentionArguments a) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-  if constexpr (C::kSharedBytes > 101376) return;  // sm_90's layouts are launched on sm_90 only
+  if constexpr (DynamicBytes > kSmallBytes) return;  // sm_90's layouts are launched on sm_90 only
 #endif
   extern __shared__ __align__(128) uint8_t shared[];
   const uint32_t barriers = SharedAddress(shared + C::kBarriers);
@@ -1145,23 +1120,31 @@ using Tiles =
     std::conditional_t<(Groups <= 4), Config<Groups, Groups, true, SubSteps, Stages, Fp8>,
                        Config<(Groups + 1) / 2, Groups / 2, false, SubSteps, Stages, Fp8>>;
 
-// Within the 101,376 bytes of shared memory that a block of sm_120 may have.
 template <int Groups, bool Fp8>
 using Small = Tiles<Groups, 1, Fp8 ? 6 : 4, Fp8>;
 
-// Within sm_90's 232,448.
 template <int Groups, bool Fp8>
 using Large = Tiles<Groups, (Groups <= 4 ? 1 : 2), Groups <= 4 ? 10 : (Fp8 ? 6 : 4), Fp8>;
 
+static_assert(Small<8, false>::kSharedBytes <= kSmallBytes &&
+              Small<8, true>::kSharedBytes <= kSmallBytes);
+static_assert(Small<4, false>::kSharedBytes <= kSmallBytes &&
+              Small<4, true>::kSharedBytes <= kSmallBytes);
+static_assert(Large<8, false>::kSharedBytes <= kLargeBytes &&
+              Large<8, true>::kSharedBytes <= kLargeBytes);
+static_assert(Large<4, false>::kSharedBytes <= kLargeBytes &&
+              Large<4, true>::kSharedBytes <= kLargeBytes);
+
 template <typename C>
 cudaError_t PrepareOne() {
-  return cudaFuncSetAttribute(VerifyAttention<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              C::kSharedBytes);
+  return cudaFuncSetAttribute(VerifyAttention<C, C::kSharedBytes>,
+                              cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes);
 }
 
 template <typename C>
 cudaError_t LaunchOne(const AttentionArguments& a, cudaStream_t stream) {
-  return LaunchDependent(VerifyAttention<C>, a.blocks, kThreads, C::kSharedBytes, stream, a);
+  return LaunchDependent(VerifyAttention<C, C::kSharedBytes>, a.blocks, kThreads, C::kSharedBytes,
+                         stream, a);
 }
 
 template <typename C>

@@ -541,11 +541,10 @@ constexpr auto kKernels = Kernels(std::make_integer_sequence<int, kMaxGroups>{})
 }  // namespace
 
 Instance HopperInstance(const coppice_mla_shape& shape) {
-  const int groups = shape.nodes * GroupsPerNode(shape.heads);
-  return {.tile_groups = EvenTile(groups, kMaxGroups),
+  return {.tile_groups = EvenTile(shape.nodes * GroupsPerNode(shape.heads), kMaxGroups),
           .step_tokens = kStep,
           .blocks_per_sm = 1,
-          .halves = groups >= 6 && groups <= kMaxGroups};
+          .narrowest_groups = 4};
 }
 
 bool HopperRuns(const coppice_mla_shape& shape) { return shape.cache_type == COPPICE_MLA_BF16; }

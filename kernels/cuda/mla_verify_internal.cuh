@@ -39,8 +39,10 @@ struct alignas(16) Tile {
   int32_t first_group;
   int32_t groups;
   int32_t slot;
-  int32_t parts;  // 0: nothing to combine (no such tile, or written directly)
-  int32_t unused[3];
+  int32_t parts;          // 0: nothing to combine (no such tile, or written directly)
+  int32_t request_tiles;  // of the request in all: tile t has groups ⌊groups · t / tiles⌋ … of its
+  int32_t request_groups;  //   request's live ones
+  int32_t unused;
 };
 
 // The workspace's parts, as device pointers.
@@ -58,8 +60,14 @@ struct Instance {
   int tile_groups;    // groups per tile
   int step_tokens;    // fragments begin at multiples of this
   int blocks_per_sm;  // the grid is the device's multiprocessors times this
-  bool halves;        // one tile holds all groups of a request, and half a tile takes much less time
+  // Where blocks would idle, tiles may be cut down to this many groups (a kernel whose fixed cost
+  // grows with the live groups of a fragment); 0: never.
+  int narrowest_groups = 0;
 };
+
+constexpr int kMostBlocks = 511;  // that the schedule provides for, whatever the device
+constexpr int kMostNarrowing =
+    4;  // tiles of a request are at most this many times what its groups need
 
 // Everything a kernel needs; passed by value.
 struct AttentionArguments {
