@@ -32,6 +32,7 @@ constexpr int kStages = 2;
 constexpr int kConsumers = 256;
 constexpr int kThreads = kConsumers + 128;
 constexpr int kMaxGroups = 9;
+constexpr int kUnsplitGroups = 7;
 constexpr int64_t kRowBytes = COPPICE_MLA_ROW * 2;
 constexpr int kStagedRow = 1024 + 16;
 constexpr float kUnseen = -1e30f;            // reference of a row that has seen nothing yet
@@ -201,9 +202,11 @@ __device__ __forceinline__ void ConsumersMeet() { hopper::NamedBarrier<1, kConsu
 template <int kGroups, int kWhich>
 __device__ void Consume(const AttentionArguments& arguments, uint32_t shared, char* shared_pointer, Barriers barriers) {
   using L = Layout<kGroups>;
-  constexpr int kFirst = kWhich == 0 ? 0 : (kGroups + 1) / 2;
-  constexpr int kOwn = kWhich == 0 ? (kGroups + 1) / 2 : kGroups / 2;
-  constexpr int kScores = kOwn > 0 ? kOwn : 1;  // a tile of one group leaves the second consumer none
+  // Few groups are scored by the first consumer alone: the tile is then read once, not twice, for it.
+  constexpr int kSplit = kGroups <= kUnsplitGroups ? kGroups : (kGroups + 1) / 2;
+  constexpr int kFirst = kWhich == 0 ? 0 : kSplit;
+  constexpr int kOwn = kWhich == 0 ? kSplit : kGroups - kSplit;
+  constexpr int kScores = kOwn > 0 ? kOwn : 1;
   const auto& tensors = arguments.tensors;
   const auto& shape = arguments.shape;
   const int thread = threadIdx.x;
@@ -540,7 +543,8 @@ constexpr auto kKernels = Kernels(std::make_integer_sequence<int, kMaxGroups>{})
 Instance HopperInstance(const coppice_mla_shape& shape) {
   return {.tile_groups = EvenTile(shape.nodes * GroupsPerNode(shape.heads), kMaxGroups),
           .step_tokens = kStep,
-          .blocks_per_sm = 1};
+          .blocks_per_sm = 1,
+          .narrowest_groups = 4};
 }
 
 bool HopperRuns(const coppice_mla_shape& shape) { return shape.cache_type == COPPICE_MLA_BF16; }
