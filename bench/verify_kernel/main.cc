@@ -420,24 +420,33 @@ void Bench::Targets() {
              Gbps(Row("target", cell(nodes, 16384, batch))) / roofs_.copy_gbps, "");
     }
   }
+  // Ratios of nearly equal times: each cell twice, in turn, and the lesser median of each.
+  const auto in_turn = [&](const std::string& kind, const std::vector<Cell>& cells) {
+    std::vector<double> times(cells.size(), INFINITY);
+    for (int pass = 0; pass < 2; ++pass) {
+      for (size_t i = 0; i < cells.size(); ++i) {
+        const double us = Us(Row(kind, cells[i]));
+        times[i] = std::isnan(us) ? NAN : std::min(times[i], us);
+      }
+    }
+    return times;
+  };
   for (int context : {16384, 65536, 200000}) {
     for (int nodes : {1, 9, 64}) {
-      Cell one = cell(nodes, context);
-      const double page64 = Us(Row("page", one));
-      one.page = 1;
+      const Cell page64 = cell(nodes, context);
+      Cell page1 = page64;
+      page1.page = 1;
+      const std::vector<double> times = in_turn("page", {page64, page1});
       Target("page 1 / page 64, " + std::to_string(nodes) + " nodes, " + std::to_string(context),
-             1.05, false, Us(Row("page", one)) / page64, "");
+             1.05, false, times[1] / times[0], "");
     }
   }
   for (int context : {16384, 65536}) {
     for (int nodes : {9, 64}) {
-      std::vector<double> times;
-      for (mla::TreeKind tree :
-           {mla::TreeKind::kRandom, mla::TreeKind::kChain, mla::TreeKind::kRootOnly}) {
-        Cell one = cell(nodes, context);
-        one.tree = tree;
-        times.push_back(Us(Row("tree", one)));
-      }
+      std::vector<Cell> cells(3, cell(nodes, context));
+      cells[1].tree = mla::TreeKind::kChain;
+      cells[2].tree = mla::TreeKind::kRootOnly;
+      const std::vector<double> times = in_turn("tree", cells);
       Target(
           "slowest / fastest mask, " + std::to_string(nodes) + " nodes, " + std::to_string(context),
           1.02, false,
