@@ -112,8 +112,8 @@ __global__ void __launch_bounds__(kThreads) Schedule(const __grid_constant__ Att
     const auto limit = [&](const Request& r) {
       return r.tiles > 0 ? r.groups / (r.tiles * a.instance.narrowest_groups) : kMostNarrowing;
     };
-    const int k =
-        finest > 0 ? min(min(kMostNarrowing, Least(limit(one), limit(two))), a.blocks / finest) : 1;
+    const int fit = min(Least(limit(one), limit(two)), a.blocks / max(finest, 1));
+    const int k = max(1, min(kMostNarrowing, fit));
     one_tiles *= k;
     two_tiles *= k;
     __syncthreads();  // all have read their requests
