@@ -1,18 +1,23 @@
-// The verify attention for Hopper (sm_90a): warpgroup products straight from the paged tiles in shared memory.
+// The verify attention for Hopper (sm_90a): warpgroup products straight from the paged tiles in
+// shared memory.
 //
-// One thread block per multiprocessor works off its fragments in tiles of 64 positions.  Rows (8 per group: one node's heads)
-// are the N side of both products, so that any number of groups up to 9 costs what it needs:
+// One thread block per multiprocessor works off its fragments in tiles of 64 positions.  Rows (8
+// per group: one node's heads) are the N side of both products, so that any number of groups up to
+// 9 costs what it needs:
 //
-//   scores  S^T[64 x rows]  = K[64 x 576] · Q^T        A: the tile as stored                     B: the queries
-//   output  O^T[512 x rows] += V^T[512 x 64] · P^T     A: the same tile, transposed by its descriptor
+//   scores  S^T[64 x rows]  = K[64 x 576] · Q^T      A: the tile as stored; B: the queries
 //
-// Two warpgroups ("consumers") each score half of the groups and accumulate half of the 512 value columns; the next tile's
-// scores are queued behind this tile's outputs.  A third warpgroup ("producers") fetches.  Two
-// barriers of the consumers per tile: one after the scores' maxima, and one after the probabilities are stored, which also
-// tells whether any maximum grew; only then is the output rescaled.
+//   output  O^T[512 x rows] += V^T[512 x 64] · P^T   A: the same tile, transposed by its descriptor
 //
-// The exponent's reference is each row's exact running maximum: that the position which dominates a row has a probability of
-// exactly 1 is worth a fifth of the error that bf16 probabilities cause.
+// Two warpgroups ("consumers") each score half of the groups (where there are few the first scores
+// all) and accumulate half of the 512 value columns; the next tile's scores are queued behind this
+// tile's outputs.  A third warpgroup
+// ("producers") fetches.  Two barriers of the consumers per tile: one after the scores' maxima, and
+// one after the probabilities are stored, which also tells whether any maximum grew; only then is
+// the output rescaled.
+//
+// The exponent's reference is each row's exact running maximum: that the position which dominates a
+// row has a probability of exactly 1 is worth a fifth of the error that bf16 probabilities cause.
 #include <array>
 #include <utility>
 
@@ -24,9 +29,9 @@ namespace {
 
 using hopper::Major;
 
-constexpr int kStep = 64;                    // positions per tile
-constexpr int kChunk = kStep * 128;          // bytes of 64 positions x 64 columns
-constexpr int kLatentChunks = 8;             // 512 columns
+constexpr int kStep = 64;            // positions per tile
+constexpr int kChunk = kStep * 128;  // bytes of 64 positions x 64 columns
+constexpr int kLatentChunks = 8;     // 512 columns
 constexpr int kTile = kLatentChunks * kChunk;
 constexpr int kStages = 2;
 constexpr int kConsumers = 256;
@@ -35,7 +40,7 @@ constexpr int kMaxGroups = 9;
 constexpr int kUnsplitGroups = 7;
 constexpr int64_t kRowBytes = COPPICE_MLA_ROW * 2;
 constexpr int kStagedRow = 1024 + 16;
-constexpr float kUnseen = -1e30f;            // reference of a row that has seen nothing yet
+constexpr float kUnseen = -1e30f;  // reference of a row that has seen nothing yet
 
 // Shared memory of a block, in bytes from a base aligned to 1,024.
 template <int kGroups>
@@ -43,16 +48,18 @@ struct Layout {
   static constexpr int kRows = kGroups * kGroupRows;
   static constexpr int kRopeStages = kGroups <= 8 ? 2 : 1;
   static constexpr int kQueryChunk = kRows * 128;
-  // 9 chunks of [rows][64 columns].  After the last scores: sums of a consumer's four warps, fp32 [4][rows], and then the
-  // finished output.
+  // 9 chunks of [rows][64 columns].  After the last scores: sums of a consumer's four warps, fp32
+  // [4][rows], and then the finished output.
   static constexpr int kQuery = 0;
   static constexpr int kLatent = kQuery + 9 * kQueryChunk;
   static constexpr int kRope = kLatent + kStages * kTile;
   static constexpr int kProbability = kRope + kRopeStages * kChunk;  // [rows][64 positions]
-  static constexpr int kFactors = kProbability + kRows * 128;  // fp32 [rows]: rescale factors, at the end 1 / sum
-  static constexpr int kPeaks = kFactors + kRows * 4;          // int32 [rows]: running maxima, as Ordered()
-  static constexpr int kRowIndex = kPeaks + kRows * 4;         // int32 [rows]: row of query and output, −1: none
-  static constexpr int kBarriers = kRowIndex + kRows * 4;      // 8 mbarriers
+  static constexpr int kFactors =
+      kProbability + kRows * 128;  // fp32 [rows]: rescale factors, at the end 1 / sum
+  static constexpr int kPeaks = kFactors + kRows * 4;  // int32 [rows]: running maxima, as Ordered()
+  static constexpr int kRowIndex =
+      kPeaks + kRows * 4;  // int32 [rows]: row of query and output, −1: none
+  static constexpr int kBarriers = kRowIndex + kRows * 4;  // 8 mbarriers
   static constexpr int kBytes = kBarriers + 64;
 };
 static_assert(Layout<kMaxGroups>::kBytes <= 232448, "a block has 227 KiB");
@@ -86,12 +93,14 @@ __device__ __forceinline__ uint32_t PackHalf(float low, float high) {
   return packed;
 }
 
-// Raises peaks[0 … kColumns / 2 · 8) of shared memory to this warp's maxima.  A lane holds kColumns values: of group g's 8 rows
-// the two at 2 · (lane % 4), for its own positions; lanes alike in lane % 4 hold the same rows.  They halve the rows among
-// each other at every step, so that all of it takes about kColumns exchanges instead of three times as many.
+// Raises peaks[0 … kColumns / 2 · 8) of shared memory to this warp's maxima.  A lane holds kColumns
+// values: of group g's 8 rows the two at 2 · (lane % 4), for its own positions; lanes alike in lane
+// % 4 hold the same rows.  They halve the rows among each other at every step, so that all of it
+// takes about kColumns exchanges instead of three times as many.
 template <int kColumns>
 __device__ __forceinline__ void RaisePeaks(const float (&values)[kColumns], int lane, int* peaks) {
-  constexpr int kHalf = (kColumns + 1) / 2, kQuarter = (kHalf + 1) / 2, kEighth = (kQuarter + 1) / 2;
+  constexpr int kHalf = (kColumns + 1) / 2, kQuarter = (kHalf + 1) / 2,
+                kEighth = (kQuarter + 1) / 2;
   auto at = [](const auto& array, int i, int size) { return i < size ? array[i] : -INFINITY; };
   auto exchange = [&](float low, float high, bool upper, int lanes) {
     const float received = __shfl_xor_sync(~0u, upper ? low : high, lanes);
@@ -100,11 +109,14 @@ __device__ __forceinline__ void RaisePeaks(const float (&values)[kColumns], int 
   const bool upper[3] = {(lane & 16) != 0, (lane & 8) != 0, (lane & 4) != 0};
   float half[kHalf], quarter[kQuarter], eighth[kEighth];
 #pragma unroll
-  for (int i = 0; i < kHalf; ++i) half[i] = exchange(values[i], at(values, i + kHalf, kColumns), upper[0], 16);
+  for (int i = 0; i < kHalf; ++i)
+    half[i] = exchange(values[i], at(values, i + kHalf, kColumns), upper[0], 16);
 #pragma unroll
-  for (int i = 0; i < kQuarter; ++i) quarter[i] = exchange(half[i], at(half, i + kQuarter, kHalf), upper[1], 8);
+  for (int i = 0; i < kQuarter; ++i)
+    quarter[i] = exchange(half[i], at(half, i + kQuarter, kHalf), upper[1], 8);
 #pragma unroll
-  for (int i = 0; i < kEighth; ++i) eighth[i] = exchange(quarter[i], at(quarter, i + kEighth, kQuarter), upper[2], 4);
+  for (int i = 0; i < kEighth; ++i)
+    eighth[i] = exchange(quarter[i], at(quarter, i + kEighth, kQuarter), upper[2], 4);
   const int first = upper[0] * kHalf + upper[1] * kQuarter + upper[2] * kEighth;
 #pragma unroll
   for (int i = 0; i < kEighth; ++i) {
@@ -113,8 +125,9 @@ __device__ __forceinline__ void RaisePeaks(const float (&values)[kColumns], int 
   }
 }
 
-// This block's fragments.  Usually every block has one, and block i's is fragment i: it is read along with its bounds, since
-// each read that waits for another costs a kernel on a short context a tenth of its time.
+// This block's fragments.  Usually every block has one, and block i's is fragment i: it is read
+// along with its bounds, since each read that waits for another costs a kernel on a short context a
+// tenth of its time.
 struct Work {
   int next, end;
   Fragment guess;
@@ -130,9 +143,10 @@ struct Work {
   }
 };
 
-// ---- producers ---------------------------------------------------------------------------------------------------------
-// Four warps fetch each tile together; lane l of a warp copies 16-byte piece l % 8 of rows l / 8, l / 8 + 4, … of the
-// warp's 16.
+// ---- producers
+// ---------------------------------------------------------------------------------------------------------
+// Four warps fetch each tile together; lane l of a warp copies 16-byte piece l % 8 of rows l / 8, l
+// / 8 + 4, … of the warp's 16.
 template <int kGroups>
 __device__ void Produce(const AttentionArguments& arguments, uint32_t shared, Barriers barriers) {
   using L = Layout<kGroups>;
@@ -140,7 +154,8 @@ __device__ void Produce(const AttentionArguments& arguments, uint32_t shared, Ba
   const int lane = threadIdx.x % 32;
   const int first_row = (threadIdx.x - kConsumers) / 32 * 16 + lane / 8;
   const int piece = lane % 8;
-  // Row r's piece p lies at p ^ (r & 7), and r & 7 of this lane's rows alternates between two values.
+  // Row r's piece p lies at p ^ (r & 7), and r & 7 of this lane's rows alternates between two
+  // values.
   const uint32_t even = first_row * 128 + ((piece ^ (first_row & 7)) * 16);
   const uint32_t odd = (first_row + 4) * 128 + ((piece ^ ((first_row + 4) & 7)) * 16);
   const auto& tensors = arguments.tensors;
@@ -152,7 +167,8 @@ __device__ void Produce(const AttentionArguments& arguments, uint32_t shared, Ba
   Work work(arguments.workspace);
   for (Fragment fragment; work.Take(arguments.workspace, fragment);) {
     const int32_t* table = tensors.page_table + fragment.request * tensors.table_stride;
-    // Pages of this lane's rows, looked up one tile ahead, so that the copies never wait for the table.
+    // Pages of this lane's rows, looked up one tile ahead, so that the copies never wait for the
+    // table.
     int32_t next[kRowsPerLane];
     auto look_up = [&](int position) {
 #pragma unroll
@@ -168,7 +184,9 @@ __device__ void Produce(const AttentionArguments& arguments, uint32_t shared, Ba
 #pragma unroll
       for (int r = 0; r < kRowsPerLane; ++r) {
         bytes[r] = next[r] < 0 ? 0 : 16;
-        row[r] = cache + (next[r] < 0 ? 0 : next[r] * tensors.page_stride + ((position + r * 4) & page_mask) * kRowBytes);
+        row[r] = cache + (next[r] < 0 ? 0
+                                      : next[r] * tensors.page_stride +
+                                            ((position + r * 4) & page_mask) * kRowBytes);
       }
       look_up(position + kStep);
 
@@ -179,7 +197,8 @@ __device__ void Produce(const AttentionArguments& arguments, uint32_t shared, Ba
       for (int r = 0; r < kRowsPerLane; ++r) {
 #pragma unroll
         for (int c = 0; c < kLatentChunks; ++c) {
-          hopper::CopyAsync16(latent + (r & 1 ? odd : even) + (r & 2) * 512 + c * kChunk, row[r] + c * 128, bytes[r]);
+          hopper::CopyAsync16(latent + (r & 1 ? odd : even) + (r & 2) * 512 + c * kChunk,
+                              row[r] + c * 128, bytes[r]);
         }
       }
       hopper::CopyAsyncArrive(barriers.LatentFull(stage));
@@ -188,21 +207,26 @@ __device__ void Produce(const AttentionArguments& arguments, uint32_t shared, Ba
       hopper::BarrierWait(barriers.RopeEmpty(rope_stage), ((tile / L::kRopeStages) & 1) ^ 1);
 #pragma unroll
       for (int r = 0; r < kRowsPerLane; ++r) {
-        hopper::CopyAsync16(rope + (r & 1 ? odd : even) + (r & 2) * 512, row[r] + kLatentChunks * 128, bytes[r]);
+        hopper::CopyAsync16(rope + (r & 1 ? odd : even) + (r & 2) * 512,
+                            row[r] + kLatentChunks * 128, bytes[r]);
       }
       hopper::CopyAsyncArrive(barriers.RopeFull(rope_stage));
     }
   }
 }
 
-// ---- consumers ---------------------------------------------------------------------------------------------------------
+// ---- consumers
+// ---------------------------------------------------------------------------------------------------------
 __device__ __forceinline__ void ConsumersMeet() { hopper::NamedBarrier<1, kConsumers>(); }
 
-// Consumer kWhich: it scores kOwn of the tile's groups from kFirst on, and accumulates value columns 256 · kWhich … of all.
+// Consumer kWhich: it scores kOwn of the tile's groups from kFirst on, and accumulates value
+// columns 256 · kWhich … of all.
 template <int kGroups, int kWhich>
-__device__ void Consume(const AttentionArguments& arguments, uint32_t shared, char* shared_pointer, Barriers barriers) {
+__device__ void Consume(const AttentionArguments& arguments, uint32_t shared, char* shared_pointer,
+                        Barriers barriers) {
   using L = Layout<kGroups>;
-  // Few groups are scored by the first consumer alone: the tile is then read once, not twice, for it.
+  // Few groups are scored by the first consumer alone: the tile is then read once, not twice, for
+  // it.
   constexpr int kSplit = kGroups <= kUnsplitGroups ? kGroups : (kGroups + 1) / 2;
   constexpr int kFirst = kWhich == 0 ? 0 : kSplit;
   constexpr int kOwn = kWhich == 0 ? kSplit : kGroups - kSplit;
@@ -212,7 +236,8 @@ __device__ void Consume(const AttentionArguments& arguments, uint32_t shared, ch
   const int thread = threadIdx.x;
   const int warp = (thread / 32) % 4;
   const int lane = thread % 32;
-  const int column = (lane % 4) * 2;  // of each group's 8 rows, the two this thread's fragments hold
+  const int column =
+      (lane % 4) * 2;  // of each group's 8 rows, the two this thread's fragments hold
   const int groups_per_node = GroupsPerNode(shape.heads);
   float* factors = reinterpret_cast<float*>(shared_pointer + L::kFactors);
   float* reduction = reinterpret_cast<float*>(shared_pointer + L::kQuery);
@@ -241,10 +266,12 @@ __device__ void Consume(const AttentionArguments& arguments, uint32_t shared, ch
       if (row >= L::kRows) break;
       const int source = row_index[row];
       const int bytes = source < 0 ? 0 : 16;
-      const char* from = static_cast<const char*>(tensors.query) + (source < 0 ? 0 : source * kRowBytes + thread % 8 * 16);
+      const char* from = static_cast<const char*>(tensors.query) +
+                         (source < 0 ? 0 : source * kRowBytes + thread % 8 * 16);
       const uint32_t to = shared + L::kQuery + row * 128 + ((thread % 8) ^ (row & 7)) * 16;
 #pragma unroll
-      for (int c = 0; c < 9; ++c) hopper::CopyAsync16(to + c * L::kQueryChunk, from + c * 128, bytes);
+      for (int c = 0; c < 9; ++c)
+        hopper::CopyAsync16(to + c * L::kQueryChunk, from + c * 128, bytes);
     }
     hopper::CopyAsyncCommit();
     float output[4][kGroups * 4];  // written first by the first tile's products
@@ -254,7 +281,8 @@ __device__ void Consume(const AttentionArguments& arguments, uint32_t shared, ch
       reference[c] = kUnseen;
       sum[c] = 0.0f;
     }
-    // Scores of a tile's 64 positions: fragment r of group g is position 16·warp + lane/4 + 8·(r/2), row column + r%2.
+    // Scores of a tile's 64 positions: fragment r of group g is position 16·warp + lane/4 +
+    // 8·(r/2), row column + r%2.
     float score[kScores * 4];
     auto queue_scores = [&](int of_tile) {
       const int rope_stage = of_tile % L::kRopeStages;
@@ -265,7 +293,8 @@ __device__ void Consume(const AttentionArguments& arguments, uint32_t shared, ch
         if constexpr (kOwn > 0) {
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
-            hopper::Product<kScores * 8, Major::kK>(score, keys + (k * 32 >> 4), queries + (k * 32 >> 4), add);
+            hopper::Product<kScores * 8, Major::kK>(score, keys + (k * 32 >> 4),
+                                                    queries + (k * 32 >> 4), add);
             add = 1;
           }
         }
@@ -305,7 +334,8 @@ __device__ void Consume(const AttentionArguments& arguments, uint32_t shared, ch
           const int group = kFirst + g;
           const uint64_t word =
               group < fragment.groups
-                  ? tensors.ancestor_words[fragment.request * shape.nodes + (fragment.first_group + group) / groups_per_node]
+                  ? tensors.ancestor_words[fragment.request * shape.nodes +
+                                           (fragment.first_group + group) / groups_per_node]
                   : 0;
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
@@ -328,14 +358,16 @@ __device__ void Consume(const AttentionArguments& arguments, uint32_t shared, ch
         }
       }
       if constexpr (kOwn > 0) RaisePeaks<kOwn * 2>(most, lane, peaks + kFirst * 8);
-      // Past this barrier all products with the previous tile are done: its probabilities' room may be written.
+      // Past this barrier all products with the previous tile are done: its probabilities' room may
+      // be written.
       ConsumersMeet();
       bool grows = false;
 #pragma unroll
       for (int g = 0; g < kOwn; ++g) {
         const int row = (kFirst + g) * 8 + column;
         const int2 peak = *reinterpret_cast<const int2*>(&peaks[row]);
-        const float2 renewed = make_float2(__int_as_float(Ordered(peak.x)), __int_as_float(Ordered(peak.y)));
+        const float2 renewed =
+            make_float2(__int_as_float(Ordered(peak.x)), __int_as_float(Ordered(peak.y)));
         const float2 factor =
             make_float2(Exp2(reference[g * 2] - renewed.x), Exp2(reference[g * 2 + 1] - renewed.y));
         sum[g * 2] *= factor.x;
@@ -364,7 +396,8 @@ __device__ void Consume(const AttentionArguments& arguments, uint32_t shared, ch
         const int piece = warp * 2 + (lane / 8) % 2;
         const uint32_t address = probability + row * 128 + ((piece ^ (row & 7)) * 16);
         if (g + 1 < kOwn) {
-          hopper::StoreTransposed4(address, packed[g * 2], packed[g * 2 + 1], packed[g * 2 + 2], packed[g * 2 + 3]);
+          hopper::StoreTransposed4(address, packed[g * 2], packed[g * 2 + 1], packed[g * 2 + 2],
+                                   packed[g * 2 + 3]);
         } else {
           hopper::StoreTransposed2(address, packed[g * 2], packed[g * 2 + 1]);
         }
@@ -393,7 +426,8 @@ __device__ void Consume(const AttentionArguments& arguments, uint32_t shared, ch
           }
         }
       }
-      uint64_t values = hopper::Descriptor(shared + L::kLatent + (tile & 1) * kTile + kWhich * 4 * kChunk);
+      uint64_t values =
+          hopper::Descriptor(shared + L::kLatent + (tile & 1) * kTile + kWhich * 4 * kChunk);
       uint64_t weights = hopper::Descriptor(probability);
       int add = tile > first_tile;
       hopper::ProductsFence();
@@ -401,7 +435,8 @@ __device__ void Consume(const AttentionArguments& arguments, uint32_t shared, ch
       for (int k = 0; k < kStep / 16; ++k, add = 1) {
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
-          hopper::Product<L::kRows, Major::kMN>(output[m], values + (m * kChunk >> 4), weights, add);
+          hopper::Product<L::kRows, Major::kMN>(output[m], values + (m * kChunk >> 4), weights,
+                                                add);
         }
         values += 2048 >> 4;
         weights += 32 >> 4;
@@ -453,14 +488,15 @@ __device__ void Consume(const AttentionArguments& arguments, uint32_t shared, ch
     }
     ConsumersMeet();
 
-    // Output rows of 1,024 bytes, staged where the queries were, each 16 bytes further than 1,024 for the banks' sake.
+    // Output rows of 1,024 bytes, staged where the queries were, each 16 bytes further than 1,024
+    // for the banks' sake.
     auto stage = [&](auto pack) {
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
         if (g >= fragment.groups) break;
         const float2 factor = *reinterpret_cast<const float2*>(&factors[g * 8 + column]);
-        const uint32_t to = shared + L::kQuery + (g * 8 + lane % 8) * kStagedRow + kWhich * 512 + lane / 16 * 128 +
-                            warp * 32 + lane / 8 % 2 * 16;
+        const uint32_t to = shared + L::kQuery + (g * 8 + lane % 8) * kStagedRow + kWhich * 512 +
+                            lane / 16 * 128 + warp * 32 + lane / 8 % 2 * 16;
 #pragma unroll
         for (int m = 0; m < 4; m += 2) {
           uint32_t packed[4];
@@ -479,14 +515,16 @@ __device__ void Consume(const AttentionArguments& arguments, uint32_t shared, ch
       stage([](float low, float high) { return PackBf16(low, high); });
     }
     ConsumersMeet();
-    char* const to = partial ? reinterpret_cast<char*>(arguments.workspace.partial_output) + partial_row * 1024
-                             : static_cast<char*>(tensors.output);
+    char* const to =
+        partial ? reinterpret_cast<char*>(arguments.workspace.partial_output) + partial_row * 1024
+                : static_cast<char*>(tensors.output);
 #pragma unroll 1
     for (int row = thread / 64; row < fragment.groups * kGroupRows; row += kConsumers / 64) {
       const int64_t at = partial ? row : row_index[row];
       if (at >= 0) {
         *reinterpret_cast<uint4*>(to + at * 1024 + thread % 64 * 16) =
-            *reinterpret_cast<const uint4*>(shared_pointer + L::kQuery + row * kStagedRow + thread % 64 * 16);
+            *reinterpret_cast<const uint4*>(shared_pointer + L::kQuery + row * kStagedRow +
+                                            thread % 64 * 16);
       }
     }
     ConsumersMeet();  // the room is the next fragment's queries'
@@ -494,7 +532,8 @@ __device__ void Consume(const AttentionArguments& arguments, uint32_t shared, ch
 }
 
 template <int kGroups>
-__global__ void __launch_bounds__(kThreads, 1) VerifyHopper(const __grid_constant__ AttentionArguments arguments) {
+__global__ void __launch_bounds__(kThreads, 1)
+    VerifyHopper(const __grid_constant__ AttentionArguments arguments) {
   using L = Layout<kGroups>;
   extern __shared__ __align__(1024) char shared_pointer[];
   const uint32_t shared = hopper::SharedAddress(shared_pointer);
@@ -534,9 +573,11 @@ constexpr auto Kernels(std::integer_sequence<int, kGroups...>) {
     Kernel kernel;
     int bytes;
   };
-  return std::array<Entry, sizeof...(kGroups)>{Entry{VerifyHopper<kGroups + 1>, Layout<kGroups + 1>::kBytes}...};
+  return std::array<Entry, sizeof...(kGroups)>{
+      Entry{VerifyHopper<kGroups + 1>, Layout<kGroups + 1>::kBytes}...};
 }
-constexpr auto kKernels = Kernels(std::make_integer_sequence<int, kMaxGroups>{});  // [groups per tile − 1]
+constexpr auto kKernels =
+    Kernels(std::make_integer_sequence<int, kMaxGroups>{});  // [groups per tile − 1]
 
 }  // namespace
 
@@ -551,8 +592,8 @@ bool HopperRuns(const coppice_mla_shape& shape) { return shape.cache_type == COP
 
 cudaError_t PrepareHopper() {
   for (const auto& entry : kKernels) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(entry.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, entry.bytes);
+    const cudaError_t error = cudaFuncSetAttribute(
+        entry.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, entry.bytes);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
