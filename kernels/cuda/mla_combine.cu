@@ -31,7 +31,8 @@ struct Sum {
 // shares as the block has divide the parts, and each has `Ahead` loads under way before it knows
 // their weights.
 template <int Columns, int Ahead>
-__global__ void __launch_bounds__(kThreads) Combine(const __grid_constant__ AttentionArguments a) {
+__global__ void __launch_bounds__(kThreads, Columns == COPPICE_MLA_LATENT ? 4 : 3)
+    Combine(const __grid_constant__ AttentionArguments a) {
   constexpr int kLanes = Columns / kChunk, kShares = kThreads / kLanes;
   constexpr int kSlices = COPPICE_MLA_LATENT / Columns;
   __shared__ float peaks[kWarps], totals[kWarps], weights[kStored];

@@ -494,9 +494,10 @@ struct Group {
   }
 
   // Copies the fragment's step n into the stage that is `ahead` of the one in use, eight threads a
-  // row, 128 bytes at a time; and the page numbers of step `next` = n + kAhead, which whoever has
-  // waited for step n may then read.
-  __device__ void Load(int n, int next, int ahead, bool first) {
+  // row, 128 bytes at a time; and, where there is such a step (`more`), the page numbers of step
+  // `next` = n + kAhead, which whoever has waited for step n may then read.  The first loads of a
+  // fragment read the page table themselves.
+  __device__ void Load(int n, int next, bool more, int ahead, bool first) {
     const int self = FreshThread(), row = self / 8, column = self % 8 * 16;
     uint32_t at = stage + ahead, round = parity;
     if (at >= C::kRing) at -= C::kRing, round ^= 1;
@@ -522,7 +523,7 @@ struct Group {
                     from + C::kRowBytes / 128 * 128);
       }
     }
-    if (column == 0) {
+    if (more && column == 0) {
 #pragma unroll
       for (int u = 0; u < C::kSubSteps; ++u) {
         CopyAsync4(numbers + (later * C::kTokens + u * 16) * 4, TableEntry(Position(row, next, u)));
@@ -1034,7 +1035,7 @@ struct Group {
 #pragma unroll
       for (int k = 0; k < C::kAhead; ++k) {
         if (loads(k) && k < steps) {
-          Load(step(k), step(k + C::kAhead), k, true);
+          Load(step(k), step(k + C::kAhead), k + C::kAhead < steps, k, true);
         }
       }
       LoadQueries();
@@ -1059,7 +1060,8 @@ struct Group {
         GroupBarrier(group);
         Weigh(step(k));
         if (loads(k + C::kAhead) && k + C::kAhead < steps) {
-          Load(step(k + C::kAhead), step(k + 2 * C::kAhead), C::kAhead, false);
+          Load(step(k + C::kAhead), step(k + 2 * C::kAhead), k + 2 * C::kAhead < steps, C::kAhead,
+               false);
         }
         Values();
         __syncwarp();
