@@ -47,6 +47,10 @@ void Record::AddVersion(const std::string& of, const std::string& version) {
   record_["versions"][of] = version;
 }
 
+void Record::AddHost(const std::string& what, const std::string& value) {
+  record_["host"][what] = value;
+}
+
 void Record::Note(const std::string& key, nlohmann::ordered_json value) {
   record_[key] = std::move(value);
 }

@@ -18,6 +18,8 @@ class Record {
   // One row: parameters under the field's names, figures with their units in the name.
   void Add(nlohmann::ordered_json row);
   void AddVersion(const std::string& of, const std::string& version);
+  // What the machine has besides processors.
+  void AddHost(const std::string& what, const std::string& value);
   // Any other top-level entry.
   void Note(const std::string& key, nlohmann::ordered_json value);
 

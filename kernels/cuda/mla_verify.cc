@@ -120,14 +120,8 @@ coppice_mla_status CurrentDevice(Device* device) {
 }
 
 bool UsesHopper(const coppice_mla_shape& shape, const Device& device) {
-#ifdef COPPICE_MLA_HAVE_HOPPER
   return (shape.instance == COPPICE_MLA_AUTO || shape.instance == COPPICE_MLA_HOPPER) &&
          device.major == 9 && HopperRuns(shape);
-#else
-  static_cast<void>(shape);
-  static_cast<void>(device);
-  return false;
-#endif
 }
 
 // Allows each kernel its dynamic shared memory: once per device.
@@ -141,9 +135,7 @@ coppice_mla_status Prepare(const Device& device) {
   }
   std::call_once(once[device.index], [&] {
     cudaError_t error = PrepareCommon(device.major);
-#ifdef COPPICE_MLA_HAVE_HOPPER
     if (error == cudaSuccess && device.major == 9) error = PrepareHopper();
-#endif
     results[device.index] = error;
   });
   if (results[device.index] != cudaSuccess) {
@@ -178,11 +170,7 @@ coppice_mla_status MakePlan(const coppice_mla_shape* shape, Plan* plan) {
   }
   AttentionArguments& a = plan->arguments;
   a.shape = s;
-#ifdef COPPICE_MLA_HAVE_HOPPER
   a.instance = plan->hopper ? HopperInstance(s) : CommonInstance(s, plan->device.major);
-#else
-  a.instance = CommonInstance(s, plan->device.major);
-#endif
   a.page_shift = std::countr_zero(static_cast<unsigned>(s.page_size));
   a.scale_log2 = s.softmax_scale * 1.4426950408889634f;
   a.blocks = std::min(plan->device.multiprocessors * a.instance.blocks_per_sm, kMostBlocks);
@@ -386,12 +374,8 @@ coppice_mla_status coppice_mla_verify_run(const coppice_mla_shape* shape,
   Plan plan;
   COPPICE_MLA_TRY(coppice::mla::MakeBoundPlan(shape, tensors, &plan));
   cudaError_t error;
-#ifdef COPPICE_MLA_HAVE_HOPPER
   error = plan.hopper ? coppice::mla::LaunchHopper(plan.arguments, stream)
                       : coppice::mla::LaunchCommon(plan.arguments, plan.device.major, stream);
-#else
-  error = coppice::mla::LaunchCommon(plan.arguments, plan.device.major, stream);
-#endif
   if (error != cudaSuccess) return coppice::mla::FailCuda("launching the attention", error);
   error = coppice::mla::LaunchCombine(plan.arguments, stream);
   if (error != cudaSuccess) return coppice::mla::FailCuda("launching the combine", error);

@@ -1194,7 +1194,7 @@ Instance CommonInstance(const coppice_mla_shape& shape, int major) {
   const int tile = EvenTile(shape.nodes * GroupsPerNode(shape.heads), 8);
   return Dispatch(tile, UsesLarge(shape, major), shape.cache_type == COPPICE_MLA_FP8, [](auto tag) {
     using C = typename decltype(tag)::Type;
-    return Instance{C::kTileGroups, C::kStepTokens, 1};
+    return Instance{C::kTileGroups, C::kStepTokens, 1, false};
   });
 }
 

@@ -93,8 +93,7 @@ constexpr int EvenTile(int groups, int most) {
 
 // The mma.sync kernel of this shape on a device of compute capability `major`.
 Instance CommonInstance(const coppice_mla_shape& shape, int major);
-// The wgmma kernel's; only where COPPICE_MLA_HAVE_HOPPER is defined, and only called on compute
-// capability 9.0.
+// The wgmma kernel's; called on compute capability 9.0 alone.
 Instance HopperInstance(const coppice_mla_shape& shape);
 // Whether it serves this shape, and faster than the common one.
 bool HopperRuns(const coppice_mla_shape& shape);
