@@ -1,18 +1,18 @@
 // The step's schedule: which thread block attends to which positions for which tile, decided on the
 // device from the lengths and node counts of this step.
 //
-// Two ways to spread the work, the cheaper by its own cost model wins:
-//   parts    Every request's context is cut into parts of nearly equal length, one fragment a
-//   block.  The length is the
-//            shortest with which all fragments still run in one wave.  Also used with a fixed part
-//            length and where the number of parts is bounded; fragments beyond one wave are dealt
-//            to the blocks in turn.
-//   chain    All requests in a row, cut into one equal stretch per block, as FlashMLA's scheduler
-//   does: a block may end
-//            one request and begin the next.  Balanced however ragged the batch is, at the price of
-//            more fragments. Where all requests have the same number K of tiles, K blocks walk the
-//            same stretch together, one tile each, so that they meet in L2; otherwise the tiles are
-//            in the row one after the other.
+// There are two ways to spread the work, and the cheaper by its own cost model wins.
+//
+// "Parts": every request's context is cut into parts of nearly equal length, one fragment a block.
+// The length is the shortest with which all fragments still run in one wave.  Also used with a
+// fixed part length and where the number of parts is bounded; fragments beyond one wave are then
+// dealt to the blocks in turn.
+//
+// "Chain": all requests stand in a row, which is cut into one equal stretch per block, as
+// FlashMLA's scheduler does: a block may end one request and begin the next.  Balanced however
+// ragged the batch is, at the price of more fragments.  Where all requests have the same number K
+// of tiles, K blocks walk the same stretch together, one tile each, so that they meet in L2;
+// otherwise the tiles are in the row one after the other.
 #include <algorithm>
 
 #include "kernels/cuda/mla_verify_internal.cuh"

@@ -7,10 +7,11 @@
 // group works through three phases a step: scores (each warp a quarter of the 576 dimensions,
 // partial sums through shared memory), softmax, values (each warp a quarter of the 512 columns).
 // Queries and outputs stay in registers; shared memory is a ring of cache rows.  The groups wait
-// for nobody but themselves, so one's softmax falls behind the other's products:
-//   SplitRows    both groups attend to every step, each for its half of the tile's rows (tiles of 5
-//   … 8 groups) SplitTokens  the groups take alternate steps, each for all rows, and add up at the
-//   end    (tiles of 1 … 4)
+// for nobody but themselves, so one's softmax falls behind the other's products.
+//
+// In tiles of 5 … 8 groups of rows both groups of warps attend to every step, each for its half of
+// the rows ("split rows"); in tiles of 1 … 4 they take alternate steps, each for all rows, and add
+// up at the end ("split tokens").
 #include <cuda_bf16.h>
 
 #include <cstddef>
@@ -23,9 +24,9 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kGroupThreads = 128;
-constexpr int kSmallBytes = 101376,
-              kLargeBytes = 232448;  // of shared memory that a block may have: sm_120, sm_90
-constexpr int kWarps = 4;            // of a group
+// Shared memory that a block may have: on sm_120, on sm_90.
+constexpr int kSmallBytes = 101376, kLargeBytes = 232448;
+constexpr int kWarps = 4;                                      // of a group
 constexpr int kValueTiles = COPPICE_MLA_LATENT / 16 / kWarps;  // 16-column tiles of a warp
 constexpr int kHalf = kValueTiles / 2;
 constexpr int kLatent = COPPICE_MLA_LATENT;
@@ -187,8 +188,8 @@ struct Config {
   static constexpr int kStages = Stages;
   // Each group's own part of the ring, or the one that both share.
   static constexpr int kRing = SplitTokens_ ? Stages / 2 : Stages;
-  static constexpr int kAhead =
-      SplitTokens_ ? kRing - 1 : kRing - 2;  // loads run this many steps ahead
+  // Loads run this many steps ahead.
+  static constexpr int kAhead = SplitTokens_ ? kRing - 1 : kRing - 2;
   static constexpr int kRowBytes = Fp8 ? 656 : 1152;
   // An odd number of 16-byte units: ldmatrix meets no bank twice.
   static constexpr int kPitch = Fp8 ? 656 : 1152 + 16;

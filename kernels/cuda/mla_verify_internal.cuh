@@ -24,11 +24,10 @@ __host__ __device__ constexpr int GroupsPerNode(int heads) {
 struct alignas(16) Fragment {
   int32_t request;
   int32_t first_group;
-  int32_t groups;  // live ones, at most the instance's groups per tile
-  int32_t begin;   // a multiple of the instance's step
-  int32_t end;     // at most the request's context length + node count
-  int32_t slot;  // partial result's slot, or −1: this fragment is the whole tile, write the output
-                 // itself
+  int32_t groups;   // live ones, at most the instance's groups per tile
+  int32_t begin;    // a multiple of the instance's step
+  int32_t end;      // at most the request's context length + node count
+  int32_t slot;     // of the partial result; −1: this is the whole tile, write the output itself
   int32_t context;  // the request's context length
   int32_t nodes;    // the request's live nodes
 };
@@ -66,8 +65,8 @@ struct Instance {
 };
 
 constexpr int kMostBlocks = 511;  // that the schedule provides for, whatever the device
-constexpr int kMostNarrowing =
-    4;  // tiles of a request are at most this many times what its groups need
+// Tiles of a request are at most this many times what its groups need.
+constexpr int kMostNarrowing = 4;
 
 // Everything a kernel needs; passed by value.
 struct AttentionArguments {
@@ -78,9 +77,8 @@ struct AttentionArguments {
   int page_shift;    // log2(page_size)
   float scale_log2;  // softmax_scale · log2(e)
   int blocks;        // the attention kernel's grid: the schedule's
-  int max_tiles;  // tiles of a request whose nodes are all live: tile t of request b is tiles[b ·
-                  // max_tiles + t]
-  int max_parts;  // bound on the parts of a request; 0: none
+  int max_tiles;     // that a request may have: tile t of request b is tiles[b · max_tiles + t]
+  int max_parts;     // bound on the parts of a request; 0: none
 };
 
 constexpr int RowBytes(coppice_mla_cache_type type) { return type == COPPICE_MLA_FP8 ? 656 : 1152; }
@@ -97,8 +95,8 @@ constexpr int EvenTile(int groups, int most) {
 Instance CommonInstance(const coppice_mla_shape& shape, int major);
 // The wgmma kernel's; called on compute capability 9.0 alone.
 Instance HopperInstance(const coppice_mla_shape& shape);
-bool HopperRuns(const coppice_mla_shape&
-                    shape);  // whether it serves this shape, and faster than the common one
+// Whether it serves this shape, and faster than the common one.
+bool HopperRuns(const coppice_mla_shape& shape);
 
 // Dynamic shared memory is allowed for here, once per device and outside of captures.
 cudaError_t PrepareCommon(int major);
