@@ -285,6 +285,9 @@ constexpr int AttendShared() {
   return (4 * 16 * kRowTiles * kQuery + kKeys * kQuery + kKeys * kHead) * 2;
 }
 
+// sm_120's limit for a block.
+static_assert(AttendShared<2>() <= 101376 && kRebuildShared <= 101376);
+
 // Block (x: 64 · kRowTiles queries, the last first: they see most; y: head; z: part of the slab).
 // A warp holds 16 · kRowTiles queries, their whole output row and statistics.  While a step's
 // scores are computed its values are on their way, while its values are used the next step's keys
