@@ -1,44 +1,18 @@
-// Hopper instructions (sm_90a) as functions: warpgroup products from shared memory,
-// transaction-free mbarriers, the transposing matrix store.  Names follow the PTX ISA
-// (sections 9.7.13 mbarrier, 9.7.15 wgmma).
+// Hopper instructions (sm_90a) as functions: warpgroup products from shared memory (PTX ISA,
+// 9.7.15 wgmma) and what goes with them.
 #ifndef KERNELS_CUDA_HOPPER_CUH_
 #define KERNELS_CUDA_HOPPER_CUH_
 
 #include <cstdint>
 
+#include "kernels/cuda/instructions.cuh"
+
 namespace coppice::hopper {
 
-__device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-// ---- mbarrier
-// --------------------------------------------------------------------------------------------------------
-__device__ __forceinline__ void BarrierInit(uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-__device__ __forceinline__ void BarrierArrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// Waits until the phase of this parity has completed.
-__device__ __forceinline__ void BarrierWait(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra finished;\n"
-      "bra again;\n"
-      "finished:\n"
-      "}\n" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
+using namespace gpu;  // but for the copies of 16 bytes
 
 // ---- named barriers of some of the block's threads
-// ---------------------------------------------------------------------
+
 template <int kId, int kThreads>
 __device__ __forceinline__ void NamedBarrier() {
   asm volatile("barrier.cta.sync %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
@@ -75,8 +49,8 @@ __device__ __forceinline__ void RegistersLower() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// ---- asynchronous copies of 16 bytes
-// -----------------------------------------------------------------------------------
+// ---- asynchronous copies of 16 bytes, which bring the rest of their 128 into L2
+
 __device__ __forceinline__ void CopyAsync16(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from)
                : "memory");
@@ -87,21 +61,9 @@ __device__ __forceinline__ void CopyAsync16(uint32_t to, const void* from, int b
                "r"(bytes)
                : "memory");
 }
-// Arrives at the barrier once this thread's copies so far have landed.  They are ordinary writes:
-// who waits and then lets warpgroup products read them needs FenceAsyncProxy in between.
-__device__ __forceinline__ void CopyAsyncArrive(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void CopyAsyncCommit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-template <int kPending>
-__device__ __forceinline__ void CopyAsyncWait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
 
 // ---- stores of 8 x 8 fragments, transposed: lane l gives the address of row l % 8 of matrix l / 8
-// ------------------------
+
 __device__ __forceinline__ void StoreTransposed4(uint32_t address, uint32_t a, uint32_t b,
                                                  uint32_t c, uint32_t d) {
   asm volatile(
@@ -116,7 +78,7 @@ __device__ __forceinline__ void StoreTransposed2(uint32_t address, uint32_t a, u
 }
 
 // ---- warpgroup products
-// ------------------------------------------------------------------------------------------------
+
 // Descriptor of an operand stored in rows of 128 bytes, 16-byte chunk c of row r at c ^ (r & 7)
 // (the 128-byte swizzle), its base aligned to 1,024 bytes.  Where the rows run along M or N
 // ("K-major") and where they run along K ("MN-major", an extent of 64) the repeat over 8 rows is

@@ -19,8 +19,12 @@
 #include <cstdint>
 #include <cstdio>
 
+#include "kernels/cuda/instructions.cuh"
+
 namespace coppice::mla {
 namespace {
+
+using namespace gpu;
 
 constexpr int kHead = COPPICE_MLA_HEAD;
 constexpr int kRope = COPPICE_MLA_ROPE;
@@ -62,56 +66,6 @@ struct Arguments {
   int total_parts;  // 1: the output is written directly
 };
 
-__device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-__device__ __forceinline__ void CopyAsync(uint32_t to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-
-// Zeros where not `valid`.
-__device__ __forceinline__ void CopyAsync(uint32_t to, const void* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-               "r"(valid ? 16 : 0)
-               : "memory");
-}
-
-__device__ __forceinline__ void Commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-template <int kPending>
-__device__ __forceinline__ void Wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-__device__ __forceinline__ void LoadMatrices(uint32_t (&r)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
-
-__device__ __forceinline__ void LoadMatricesTransposed(uint32_t (&r)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
-
-__device__ __forceinline__ void Multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
-                                         uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ uint32_t Pack(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
 // Byte offset of 16-byte chunk `chunk` of row `row` in a swizzled tile whose rows have kChunks
 // chunks.
 template <int kChunks>
@@ -147,7 +101,7 @@ __device__ __forceinline__ uint4 Dequantized(uint2 raw, float scale) {
     const __nv_fp8x2_storage_t pair = static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16));
     const __half2_raw half = __nv_cvt_fp8x2_to_halfraw2(pair, __NV_E4M3);
     const float2 value = __half22float2(__half2(half));
-    out[i] = Pack(value.x * scale, value.y * scale);
+    out[i] = PackBf16(value.x * scale, value.y * scale);
   }
   return {out[0], out[1], out[2], out[3]};
 }
@@ -195,10 +149,10 @@ __global__ void __launch_bounds__(kRebuildThreads, 2) RebuildKernel(Arguments a)
                      "r"(value.z), "r"(value.w)
                      : "memory");
       } else {
-        CopyAsync(to, rows[i] + step * kDepth * 2 + chunk * 16, valid[i]);
+        CopyAsync16(to, rows[i] + step * kDepth * 2 + chunk * 16, valid[i]);
       }
-      CopyAsync(right + stage * kTileColumns * kDepth * 2 + Swizzled<8>(row, chunk),
-                weights + row * kLatent + step * kDepth + chunk * 8);
+      CopyAsync16(right + stage * kTileColumns * kDepth * 2 + Swizzled<8>(row, chunk),
+                  weights + row * kLatent + step * kDepth + chunk * 8);
     }
   };
 
@@ -222,13 +176,13 @@ __global__ void __launch_bounds__(kRebuildThreads, 2) RebuildKernel(Arguments a)
 #pragma unroll
   for (int s = 0; s < kStages - 1; ++s) {
     load(s);
-    Commit();
+    CopyAsyncCommit();
   }
   for (int step = 0; step < kSteps; ++step) {
-    Wait<kStages - 2>();
+    CopyAsyncWait<kStages - 2>();
     __syncthreads();
     if (step + kStages - 1 < kSteps) load(step + kStages - 1);
-    Commit();
+    CopyAsyncCommit();
     const uint32_t stage = step % kStages;
     const uint32_t l = left + stage * kTilePositions * kDepth * 2;
     const uint32_t r = right + stage * kTileColumns * kDepth * 2;
@@ -254,7 +208,7 @@ __global__ void __launch_bounds__(kRebuildThreads, 2) RebuildKernel(Arguments a)
     }
   }
   // Through shared memory, so that each row leaves as whole 16-byte chunks.
-  Wait<0>();
+  CopyAsyncWait<0>();
   __syncthreads();
 #pragma unroll
   for (int m = 0; m < 4; ++m) {
@@ -265,7 +219,7 @@ __global__ void __launch_bounds__(kRebuildThreads, 2) RebuildKernel(Arguments a)
         const int row = warp_row + m * 16 + lane / 4 + half * 8;
         const int column = warp_column + n * 8 + lane % 4 * 2;
         *reinterpret_cast<uint32_t*>(shared + Swizzled<16>(row, column / 8) + column % 8 * 2) =
-            Pack(c[m][n][half * 2], c[m][n][half * 2 + 1]);
+            PackBf16(c[m][n][half * 2], c[m][n][half * 2 + 1]);
       }
     }
   }
@@ -323,15 +277,15 @@ __global__ void __launch_bounds__(kAttendThreads, 2) AttendKernel(Arguments a) {
     for (int i = 0; i < kKeys * 16 / kAttendThreads; ++i) {
       const int row = thread / 16 + i * (kAttendThreads / 16);
       const int chunk = thread % 16;
-      CopyAsync(keys + Swizzled<24>(row, chunk),
-                a.keys + head_offset + (step * kKeys + row) * kHead + chunk * 8);
+      CopyAsync16(keys + Swizzled<24>(row, chunk),
+                  a.keys + head_offset + (step * kKeys + row) * kHead + chunk * 8);
     }
 #pragma unroll
     for (int i = 0; i < kKeys * 8 / kAttendThreads; ++i) {
       const int row = thread / 8 + i * (kAttendThreads / 8);
       const int chunk = thread % 8;
-      CopyAsync(keys + Swizzled<24>(row, 16 + chunk),
-                a.ropes + (step * kKeys + row) * kRope + chunk * 8);
+      CopyAsync16(keys + Swizzled<24>(row, 16 + chunk),
+                  a.ropes + (step * kKeys + row) * kRope + chunk * 8);
     }
   };
   const auto load_values = [&](int step) {
@@ -340,8 +294,8 @@ __global__ void __launch_bounds__(kAttendThreads, 2) AttendKernel(Arguments a) {
     for (int i = 0; i < kKeys * 16 / kAttendThreads; ++i) {
       const int row = thread / 16 + i * (kAttendThreads / 16);
       const int chunk = thread % 16;
-      CopyAsync(values + Swizzled<16>(row, chunk),
-                a.values + head_offset + (step * kKeys + row) * kHead + chunk * 8);
+      CopyAsync16(values + Swizzled<16>(row, chunk),
+                  a.values + head_offset + (step * kKeys + row) * kHead + chunk * 8);
     }
   };
 
@@ -363,11 +317,11 @@ __global__ void __launch_bounds__(kAttendThreads, 2) AttendKernel(Arguments a) {
       const int chunk = i % 24;
       const bool valid = first_query + row < count;
       const int64_t query = valid ? first_query + row : 0;
-      CopyAsync(queries + Swizzled<24>(row, chunk),
-                source + (query * a.shape.heads + head) * kQuery + chunk * 8, valid);
+      CopyAsync16(queries + Swizzled<24>(row, chunk),
+                  source + (query * a.shape.heads + head) * kQuery + chunk * 8, valid);
     }
     load_keys(begin);
-    Commit();
+    CopyAsyncCommit();
   }
   // A lane's ldmatrix addresses: the chunk index's low bits are XORed with lane % 8 (every row it
   // names is that modulo 8), so stepping two chunks along a row flips bits 5 and 6 of the address.
@@ -376,10 +330,10 @@ __global__ void __launch_bounds__(kAttendThreads, 2) AttendKernel(Arguments a) {
   const uint32_t lane_keys = keys + Swizzled<24>(lane / 16 * 8 + lane % 8, lane / 8 % 2);
   const uint32_t lane_values = values + Swizzled<16>(lane % 16, lane / 16);
   for (int step = begin; step < end; ++step) {
-    Wait<0>();
+    CopyAsyncWait<0>();
     __syncthreads();  // this step's keys are here, the previous step's values have been used
     load_values(step);
-    Commit();
+    CopyAsyncCommit();
     float scores[kRowTiles][kKeys / 8][4] = {};
 #pragma unroll 4
     for (int k = 0; k < kQuery / 16; ++k) {
@@ -399,10 +353,10 @@ __global__ void __launch_bounds__(kAttendThreads, 2) AttendKernel(Arguments a) {
         }
       }
     }
-    Wait<0>();
+    CopyAsyncWait<0>();
     __syncthreads();  // the values are here, the keys have been used
     if (step + 1 < end) load_keys(step + 1);
-    Commit();
+    CopyAsyncCommit();
 
     // Only steps that reach past the block's first query have keys that some row must not see.
     const int first_key = a.slab_begin + step * kKeys;
@@ -457,7 +411,7 @@ __global__ void __launch_bounds__(kAttendThreads, 2) AttendKernel(Arguments a) {
           const float y =
               exp2f(scores[m][k * 2 + i / 2][half * 2 + 1] * a.scale_log2 - base[m][half]);
           sum[m][half] += x + y;
-          p[m][i] = Pack(x, y);
+          p[m][i] = PackBf16(x, y);
         }
       }
 #pragma unroll
@@ -490,7 +444,7 @@ __global__ void __launch_bounds__(kAttendThreads, 2) AttendKernel(Arguments a) {
 #pragma unroll
         for (int n = 0; n < kHead / 8; ++n) {
           *reinterpret_cast<uint32_t*>(to + n * 8 + lane % 4 * 2) =
-              Pack(out[m][n][half * 2] * inverse, out[m][n][half * 2 + 1] * inverse);
+              PackBf16(out[m][n][half * 2] * inverse, out[m][n][half * 2 + 1] * inverse);
         }
         if (a.tensors.lse != nullptr && lane % 4 == 0) a.tensors.lse[row] = lse * kLn2;
       } else {
@@ -533,7 +487,8 @@ __global__ void __launch_bounds__(256) CombineKernel(Arguments a) {
     out.w += weight * part.w;
   }
   const float inverse = sum > 0 ? 1 / sum : 0;
-  uint2 packed = {Pack(out.x * inverse, out.y * inverse), Pack(out.z * inverse, out.w * inverse)};
+  uint2 packed = {PackBf16(out.x * inverse, out.y * inverse),
+                  PackBf16(out.z * inverse, out.w * inverse)};
   reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(a.tensors.output) + row * kHead)[lane] =
       packed;
   if (lane == 0 && a.tensors.lse != nullptr) {

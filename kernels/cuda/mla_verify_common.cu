@@ -17,6 +17,7 @@
 #include <cstddef>
 #include <type_traits>
 
+#include "kernels/cuda/instructions.cuh"
 #include "kernels/cuda/mla_verify_internal.cuh"
 
 namespace coppice::mla {
@@ -37,47 +38,14 @@ constexpr float kLn2 = 0.693147180559945f;
 constexpr float kLift = 64.f;
 constexpr float kNoPeak = -1e30f;  // of a row that saw nothing: below any score
 
+using namespace gpu;
+
 // ---- instructions
-
-__device__ __forceinline__ uint32_t SharedAddress(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
-__device__ __forceinline__ void CopyAsync16(uint32_t to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-
-__device__ __forceinline__ void CopyAsync4(uint32_t to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
-}
-
-__device__ __forceinline__ void LoadMatrices(uint32_t (&r)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
-
-__device__ __forceinline__ void LoadMatricesTransposed(uint32_t (&r)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
 
 __device__ __forceinline__ void StoreMatricesTransposed(uint32_t address, const uint32_t (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
                "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");
-}
-
-__device__ __forceinline__ void Multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
-                                         uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 __device__ __forceinline__ void MultiplyHalf(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
@@ -103,17 +71,6 @@ __device__ __forceinline__ uint32_t Widen(uint32_t packed) {
         : "r"(packed));
   }
   return wide;
-}
-
-__device__ __forceinline__ float Exp2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ uint32_t PackBf16(float low, float high) {
-  __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<uint32_t*>(&v);
 }
 
 // Finite whatever comes: weights times a token's scale, and queries, need not fit.
@@ -143,31 +100,6 @@ __device__ __forceinline__ bool GroupBarrierAny(int group, bool mine) {
       : "r"(group + 1), "n"(kGroupThreads), "r"(static_cast<uint32_t>(mine))
       : "memory");
   return any != 0;
-}
-
-__device__ __forceinline__ void BarrierInit(uint32_t barrier, int count) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void BarrierArrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// Arrives when this thread's copies so far have landed.
-__device__ __forceinline__ void BarrierArriveOnCopies(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void BarrierWait(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "wait:\n"
-      "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
-      "@!done bra wait;\n"
-      "}\n" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
 }
 
 // ---- layout
@@ -530,7 +462,7 @@ struct Group {
         CopyAsync4(numbers + (later * C::kTokens + u * 16) * 4, TableEntry(Position(row, next, u)));
       }
     }
-    BarrierArriveOnCopies(full + at * 8);
+    CopyAsyncArrive(full + at * 8);
   }
 
   // ---- the phases of a step

@@ -27,6 +27,8 @@
 namespace coppice::mla {
 namespace {
 
+using gpu::Exp2;
+using gpu::PackBf16;
 using hopper::Major;
 
 constexpr int kStep = 64;            // positions per tile
@@ -72,20 +74,8 @@ struct Barriers {
   __device__ uint32_t RopeEmpty(int stage) const { return base + 48 + 8 * stage; }
 };
 
-__device__ __forceinline__ float Exp2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // Integers in the order of the floats; its own inverse.
 __device__ __forceinline__ int Ordered(int bits) { return bits ^ ((bits >> 31) & 0x7fffffff); }
-
-__device__ __forceinline__ uint32_t PackBf16(float low, float high) {
-  uint32_t packed;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
 
 __device__ __forceinline__ uint32_t PackHalf(float low, float high) {
   uint32_t packed;
