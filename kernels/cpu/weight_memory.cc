@@ -12,10 +12,12 @@ namespace coppice::kernels::cpu {
 namespace {
 
 constexpr size_t kAlign = 64;
-constexpr size_t kHugePage = size_t{2} << 20;
-constexpr size_t kSlab = size_t{32} << 20;
 
 constexpr size_t RoundUp(size_t n, size_t to) { return (n + to - 1) / to * to; }
+
+#ifndef COPPICE_SANITIZED
+constexpr size_t kHugePage = size_t{2} << 20;
+constexpr size_t kSlab = size_t{32} << 20;
 
 class Slab {
  public:
@@ -48,6 +50,7 @@ class Slab {
   size_t size_ = 0;  // multiples of kAlign both
   size_t used_ = 0;
 };
+#endif
 
 }  // namespace
 
