@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "gtest/gtest.h"
+#include "nlohmann/json.hpp"
 
 namespace coppice {
 
@@ -78,6 +79,58 @@ inline std::string SafetensorsOf(const std::vector<TestTensor>& tensors) {
     data.append(reinterpret_cast<const char*>(tensor.values.data()), bytes);
   }
   return SafetensorsImage(header + "}", data);
+}
+
+// The config.json of a target small enough to make by hand: one dense layer, one of experts, two of
+// them chosen, one shared.
+struct TinyTarget {
+  int vocab, hidden, heads, q_lora, kv_lora, nope, rope, v;
+  int dense;  // width of the dense layer
+  int experts;
+  int expert;  // width of one
+};
+
+inline nlohmann::json TinyTargetConfig(const TinyTarget& t) {
+  return {{"architectures", {"DeepseekV3ForCausalLM"}},
+          {"model_type", "kimi_k2"},
+          {"vocab_size", t.vocab},
+          {"hidden_size", t.hidden},
+          {"num_hidden_layers", 2},
+          {"first_k_dense_replace", 1},
+          {"moe_layer_freq", 1},
+          {"intermediate_size", t.dense},
+          {"moe_intermediate_size", t.expert},
+          {"n_routed_experts", t.experts},
+          {"num_experts_per_tok", 2},
+          {"n_shared_experts", 1},
+          {"n_group", 1},
+          {"topk_group", 1},
+          {"norm_topk_prob", true},
+          {"routed_scaling_factor", 2.5},
+          {"scoring_func", "sigmoid"},
+          {"topk_method", "noaux_tc"},
+          {"num_attention_heads", t.heads},
+          {"num_key_value_heads", t.heads},
+          {"q_lora_rank", t.q_lora},
+          {"kv_lora_rank", t.kv_lora},
+          {"qk_nope_head_dim", t.nope},
+          {"qk_rope_head_dim", t.rope},
+          {"v_head_dim", t.v},
+          {"hidden_act", "silu"},
+          {"attention_bias", false},
+          {"tie_word_embeddings", false},
+          {"rms_norm_eps", 1e-5},
+          {"rope_theta", 50000.0},
+          {"rope_scaling",
+           {{"type", "yarn"},
+            {"factor", 4.0},
+            {"original_max_position_embeddings", 1024},
+            {"beta_fast", 32.0},
+            {"beta_slow", 1.0},
+            {"mscale", 1.0},
+            {"mscale_all_dim", 1.0}}},
+          {"max_position_embeddings", 4096},
+          {"eos_token_id", 3}};
 }
 
 }  // namespace coppice

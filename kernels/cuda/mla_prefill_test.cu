@@ -14,6 +14,7 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "kernels/cuda/gpu_test.h"
 #include "kernels/cuda/mla_prefill.h"
 #include "kernels/cuda/mla_problem.h"
 
@@ -21,18 +22,6 @@ namespace coppice::mla {
 namespace {
 
 constexpr float kScale = 2.5f / 13.86f;  // scores of unit-variance queries and keys spread by 2.5
-
-bool HaveGpu() {
-  int devices = 0;
-  return cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0;
-}
-
-#define SKIP_WITHOUT_GPU()                                                      \
-  if (!HaveGpu()) {                                                             \
-    std::printf("*** NO GPU: %s is SKIPPED\n",                                  \
-                testing::UnitTest::GetInstance()->current_test_info()->name()); \
-    GTEST_SKIP() << "no GPU";                                                   \
-  }
 
 __device__ float Uniform(uint64_t key) {
   key *= 0x9E3779B97F4A7C15ull;

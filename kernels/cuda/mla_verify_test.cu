@@ -20,24 +20,13 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "kernels/cuda/gpu_test.h"
 #include "kernels/cuda/mla_problem.h"
 #include "kernels/cuda/mla_reference.h"
 #include "kernels/cuda/mla_verify.h"
 
 namespace coppice::mla {
 namespace {
-
-bool HaveGpu() {
-  int devices = 0;
-  return cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0;
-}
-
-#define SKIP_WITHOUT_GPU()                                                      \
-  if (!HaveGpu()) {                                                             \
-    std::printf("*** NO GPU: %s is SKIPPED\n",                                  \
-                testing::UnitTest::GetInstance()->current_test_info()->name()); \
-    GTEST_SKIP() << "no GPU";                                                   \
-  }
 
 ProblemOptions Options(coppice_mla_cache_type type, coppice_mla_instance instance, int nodes,
                        std::vector<int32_t> contexts, int page_size = 64, int heads = 8) {
