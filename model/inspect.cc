@@ -132,9 +132,21 @@ std::string Size(int64_t bytes) {
 
 }  // namespace
 
-int64_t Inspection::CacheBytesPerToken(int value_bytes) const {
+int64_t Inspection::CacheBytesPerToken(Cache cache) const {
   if (!config.has_value()) return 0;
-  return static_cast<int64_t>(config->latent_dim()) * config->num_hidden_layers * value_bytes;
+  int64_t row = 0;
+  switch (cache) {
+    case Cache::kBf16:
+      row = config->latent_dim() * 2;
+      break;
+    case Cache::kFp8:
+      row = config->kv_lora_rank + 16 + config->qk_rope_head_dim * 2;
+      break;
+    case Cache::kF32:
+      row = config->latent_dim() * 4;
+      break;
+  }
+  return row * config->num_hidden_layers;
 }
 
 Inspection Inspect(const std::string& dir, const InspectOptions& options) {
@@ -274,8 +286,9 @@ std::string InspectionText(const Inspection& in) {
   if (in.config.has_value()) {
     line("cache",
          absl::StrFormat("per token and rank %d bytes in bf16, %d in fp8, %d in fp32 (CPU)",
-                         in.CacheBytesPerToken(2), in.CacheBytesPerToken(1),
-                         in.CacheBytesPerToken(4)));
+                         in.CacheBytesPerToken(Inspection::Cache::kBf16),
+                         in.CacheBytesPerToken(Inspection::Cache::kFp8),
+                         in.CacheBytesPerToken(Inspection::Cache::kF32)));
     line("drafter", in.drafter.empty() ? "none" : in.drafter);
   }
   for (const std::string& sentence : in.refused) line("REFUSED", sentence);
@@ -299,9 +312,9 @@ nlohmann::ordered_json InspectionJson(const Inspection& in) {
                      {"rope_factor", c.rope.factor},
                      {"rms_norm_eps", c.rms_norm_eps},
                      {"eos_token_ids", c.eos_token_ids}};
-    out["cache_bytes_per_token"] = {{"bf16", in.CacheBytesPerToken(2)},
-                                    {"fp8", in.CacheBytesPerToken(1)},
-                                    {"fp32", in.CacheBytesPerToken(4)}};
+    out["cache_bytes_per_token"] = {{"bf16", in.CacheBytesPerToken(Inspection::Cache::kBf16)},
+                                    {"fp8", in.CacheBytesPerToken(Inspection::Cache::kFp8)},
+                                    {"fp32", in.CacheBytesPerToken(Inspection::Cache::kF32)}};
   }
   out["chat_template"] = in.chat_template;
   out["files"] = in.files;

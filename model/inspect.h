@@ -56,8 +56,10 @@ struct Inspection {
   // A sentence for each thing that Coppice would refuse, with file and tensor or key.
   std::vector<std::string> refused;
 
-  // Of the latent cache, per token and rank (every rank holds all of it), `value_bytes` a value.
-  int64_t CacheBytesPerToken(int value_bytes) const;
+  // Of the latent cache, per token and rank (every rank holds all of it).  An fp8 row has the
+  // latent part in e4m3, 16 bytes for its scale, and the RoPE part in bf16.
+  enum class Cache { kBf16, kFp8, kF32 };
+  int64_t CacheBytesPerToken(Cache cache) const;
 };
 
 // Never fails as a whole: what cannot be read is among `refused`, and the rest is told.

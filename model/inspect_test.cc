@@ -104,7 +104,7 @@ TEST(Inspect, SaysWhatIsRefusedAndTellsTheRest) {
   const Inspection lost = Inspect(dir.path());
   EXPECT_THAT(lost.refused, Contains(HasSubstr("a shard is missing")));
   EXPECT_TRUE(lost.config.has_value());
-  EXPECT_EQ(lost.CacheBytesPerToken(1), (512 + 64) * 4);
+  EXPECT_EQ(lost.CacheBytesPerToken(Inspection::Cache::kFp8), (512 + 16 + 128) * 4);
   EXPECT_THAT(InspectionText(lost), AllOf(HasSubstr("REFUSED"), HasSubstr("Kimi-K2.5 or K2.6")));
   nlohmann::json config = nlohmann::json::parse(ReadTestFile("models/demo/config.json"));
   config["text_config"]["scoring_func"] = "softmax";
@@ -227,8 +227,8 @@ TEST(Inspect, SizesOfTheReleasedModels) {
     EXPECT_EQ(k2.release, int4 ? "Kimi-K2.5 or K2.6" : "Kimi-K2-Instruct");
     EXPECT_EQ(k2.tensors, int4 ? 208550 : 139644);
     EXPECT_EQ(k2.unused, int4 ? 335 : 61);
-    EXPECT_EQ(k2.CacheBytesPerToken(2), 70272);
-    EXPECT_EQ(k2.CacheBytesPerToken(1), 35136);
+    EXPECT_EQ(k2.CacheBytesPerToken(Inspection::Cache::kBf16), 70272);
+    EXPECT_EQ(k2.CacheBytesPerToken(Inspection::Cache::kFp8), 61 * 656);
     int64_t parameters = 163840ll * 7168;  // the embedding's
     for (const PartSize& part : k2.parts) parameters += part.parameters;
     EXPECT_NEAR(static_cast<double>(parameters), 1026.4e9, 0.1e9);

@@ -39,8 +39,7 @@ struct LogitRules {
   // Until so many tokens are generated, no stop token is drawn.
   int64_t min_tokens = 0;
 
-  // Whether anything is to be done; then the tokens so far need not be counted either.
-  bool any() const { return penalises() || !logit_bias.empty() || min_tokens > 0; }
+  // Whether the tokens so far have to be counted.
   bool penalises() const {
     return repetition_penalty != 1 || frequency_penalty != 0 || presence_penalty != 0;
   }

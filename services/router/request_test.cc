@@ -55,7 +55,9 @@ TEST(CheckRequestTest, Defaults) {
 
 TEST(CheckRequestTest, SamplingRules) {
   const Request plain = Check(Good()).value();
-  EXPECT_FALSE(plain.rules.any());
+  EXPECT_FALSE(plain.rules.penalises());
+  EXPECT_TRUE(plain.rules.logit_bias.empty());
+  EXPECT_EQ(plain.rules.min_tokens, 0);
   EXPECT_EQ(plain.min_p, 0);
   RequestFields fields = Good();
   fields.min_p = 0.1f;
