@@ -1,8 +1,8 @@
 // The design that the verify kernel replaces, kept to be measured against: flash-decode with one
 // thread block per node × head × split.  Every block reads its split of the cache for its row
 // alone, so the cache is read nodes × heads times.
-#ifndef BENCH_VERIFY_KERNEL_PER_ROW_BASELINE_H_
-#define BENCH_VERIFY_KERNEL_PER_ROW_BASELINE_H_
+#ifndef COPPICE_BENCH_VERIFY_KERNEL_PER_ROW_BASELINE_H_
+#define COPPICE_BENCH_VERIFY_KERNEL_PER_ROW_BASELINE_H_
 
 #include <cuda_runtime.h>
 
@@ -21,4 +21,4 @@ void PerRowAttention(const coppice_mla_shape& shape, const coppice_mla_tensors& 
 
 }  // namespace coppice::bench
 
-#endif  // BENCH_VERIFY_KERNEL_PER_ROW_BASELINE_H_
+#endif  // COPPICE_BENCH_VERIFY_KERNEL_PER_ROW_BASELINE_H_

@@ -1,6 +1,6 @@
 // What this GPU can do at most, measured: the roofs that a kernel's figures are held against.
-#ifndef BENCH_VERIFY_KERNEL_ROOFS_H_
-#define BENCH_VERIFY_KERNEL_ROOFS_H_
+#ifndef COPPICE_BENCH_VERIFY_KERNEL_ROOFS_H_
+#define COPPICE_BENCH_VERIFY_KERNEL_ROOFS_H_
 
 namespace coppice::bench {
 
@@ -17,4 +17,4 @@ Roofs MeasureRoofs();
 
 }  // namespace coppice::bench
 
-#endif  // BENCH_VERIFY_KERNEL_ROOFS_H_
+#endif  // COPPICE_BENCH_VERIFY_KERNEL_ROOFS_H_

@@ -1,6 +1,6 @@
 // For tests that need a GPU: they say loudly that they are skipped where there is none.
-#ifndef KERNELS_CUDA_GPU_TEST_H_
-#define KERNELS_CUDA_GPU_TEST_H_
+#ifndef COPPICE_KERNELS_CUDA_GPU_TEST_H_
+#define COPPICE_KERNELS_CUDA_GPU_TEST_H_
 
 #include <cuda_runtime.h>
 
@@ -24,4 +24,4 @@ inline bool HaveGpu() {
     GTEST_SKIP() << "no GPU";                                                   \
   }
 
-#endif  // KERNELS_CUDA_GPU_TEST_H_
+#endif  // COPPICE_KERNELS_CUDA_GPU_TEST_H_

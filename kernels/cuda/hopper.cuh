@@ -1,7 +1,7 @@
 // Hopper instructions (sm_90a) as functions: warpgroup products from shared memory (PTX ISA,
 // 9.7.15 wgmma) and what goes with them.
-#ifndef KERNELS_CUDA_HOPPER_CUH_
-#define KERNELS_CUDA_HOPPER_CUH_
+#ifndef COPPICE_KERNELS_CUDA_HOPPER_CUH_
+#define COPPICE_KERNELS_CUDA_HOPPER_CUH_
 
 #include <cstdint>
 
@@ -168,4 +168,4 @@ COPPICE_PRODUCT(72, COPPICE_R72, 36, 37, 38, COPPICE_D72)
 
 }  // namespace coppice::hopper
 
-#endif  // KERNELS_CUDA_HOPPER_CUH_
+#endif  // COPPICE_KERNELS_CUDA_HOPPER_CUH_

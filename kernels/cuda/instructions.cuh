@@ -1,7 +1,7 @@
 // Instructions of sm_90 and sm_120 alike as functions: asynchronous copies, mbarriers, matrix loads
 // and products.  Names follow the PTX ISA.
-#ifndef KERNELS_CUDA_INSTRUCTIONS_CUH_
-#define KERNELS_CUDA_INSTRUCTIONS_CUH_
+#ifndef COPPICE_KERNELS_CUDA_INSTRUCTIONS_CUH_
+#define COPPICE_KERNELS_CUDA_INSTRUCTIONS_CUH_
 
 #include <cuda_bf16.h>
 
@@ -108,4 +108,4 @@ __device__ __forceinline__ uint32_t PackBf16(float low, float high) {
 
 }  // namespace coppice::gpu
 
-#endif  // KERNELS_CUDA_INSTRUCTIONS_CUH_
+#endif  // COPPICE_KERNELS_CUDA_INSTRUCTIONS_CUH_

@@ -14,8 +14,8 @@
 // The chunk's own latent rows are in the cache already, at positions context … context + tokens
 // − 1.  One request a call. Usage: coppice_mla_prefill_workspace once, then coppice_mla_prefill_run
 // per layer: launches kernels and does nothing else.
-#ifndef KERNELS_CUDA_MLA_PREFILL_H_
-#define KERNELS_CUDA_MLA_PREFILL_H_
+#ifndef COPPICE_KERNELS_CUDA_MLA_PREFILL_H_
+#define COPPICE_KERNELS_CUDA_MLA_PREFILL_H_
 
 #include "kernels/cuda/mla_verify.h"
 
@@ -71,4 +71,4 @@ const char* coppice_mla_prefill_error(void);
 }
 #endif
 
-#endif  // KERNELS_CUDA_MLA_PREFILL_H_
+#endif  // COPPICE_KERNELS_CUDA_MLA_PREFILL_H_

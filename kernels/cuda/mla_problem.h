@@ -1,8 +1,8 @@
 // Random verify-attention problems in device memory, for tests and benchmarks: a paged cache whose
 // every byte that belongs to no live position is NaN, tables whose unused entries are wild, outputs
 // with guards behind them.
-#ifndef KERNELS_CUDA_MLA_PROBLEM_H_
-#define KERNELS_CUDA_MLA_PROBLEM_H_
+#ifndef COPPICE_KERNELS_CUDA_MLA_PROBLEM_H_
+#define COPPICE_KERNELS_CUDA_MLA_PROBLEM_H_
 
 #include <cstdint>
 #include <string>
@@ -103,4 +103,4 @@ class Problem {
 
 }  // namespace coppice::mla
 
-#endif  // KERNELS_CUDA_MLA_PROBLEM_H_
+#endif  // COPPICE_KERNELS_CUDA_MLA_PROBLEM_H_

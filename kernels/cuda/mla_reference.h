@@ -1,8 +1,8 @@
 // The verify attention's formula in double precision on the GPU, a plain kernel with nothing shared
 // with the fast ones: what tests and benchmarks compare with.  mla_verify_test.cu checks it against
 // a host loop.
-#ifndef KERNELS_CUDA_MLA_REFERENCE_H_
-#define KERNELS_CUDA_MLA_REFERENCE_H_
+#ifndef COPPICE_KERNELS_CUDA_MLA_REFERENCE_H_
+#define COPPICE_KERNELS_CUDA_MLA_REFERENCE_H_
 
 #include <cuda_runtime.h>
 
@@ -51,4 +51,4 @@ double RelativeError(const std::vector<RowError>& errors);
 
 }  // namespace coppice::mla
 
-#endif  // KERNELS_CUDA_MLA_REFERENCE_H_
+#endif  // COPPICE_KERNELS_CUDA_MLA_REFERENCE_H_

@@ -20,8 +20,8 @@
 // Steps 2 and 3 launch kernels and do nothing else: no allocation, no memset, no host read, no
 // synchronisation. Lengths, counts, words and page tables are read on the device, so a graph
 // captured at one set of them is right at any other within the shape.
-#ifndef KERNELS_CUDA_MLA_VERIFY_H_
-#define KERNELS_CUDA_MLA_VERIFY_H_
+#ifndef COPPICE_KERNELS_CUDA_MLA_VERIFY_H_
+#define COPPICE_KERNELS_CUDA_MLA_VERIFY_H_
 
 #include <stddef.h>
 #include <stdint.h>
@@ -128,4 +128,4 @@ const char* coppice_mla_error(void);
 }
 #endif
 
-#endif  // KERNELS_CUDA_MLA_VERIFY_H_
+#endif  // COPPICE_KERNELS_CUDA_MLA_VERIFY_H_

@@ -1,6 +1,6 @@
 // What the schedule, the attention kernels (common, Hopper) and the combine agree on.
-#ifndef KERNELS_CUDA_MLA_VERIFY_INTERNAL_CUH_
-#define KERNELS_CUDA_MLA_VERIFY_INTERNAL_CUH_
+#ifndef COPPICE_KERNELS_CUDA_MLA_VERIFY_INTERNAL_CUH_
+#define COPPICE_KERNELS_CUDA_MLA_VERIFY_INTERNAL_CUH_
 
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -131,4 +131,4 @@ cudaError_t LaunchDependent(void (*kernel)(Parameters...), int blocks, int threa
 
 }  // namespace coppice::mla
 
-#endif  // KERNELS_CUDA_MLA_VERIFY_INTERNAL_CUH_
+#endif  // COPPICE_KERNELS_CUDA_MLA_VERIFY_INTERNAL_CUH_
